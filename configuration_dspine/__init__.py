@@ -1,0 +1,4 @@
+from .configuration_dspine import DSpineConfig
+
+
+__all__ = ["DSpineConfig"]

@@ -1,0 +1,1 @@
+from dspine.configuration_dspine.configuration_dspine import DSpineConfig
