@@ -40,7 +40,7 @@ ROWWISE_PROCESSORS = (
     processors.TopPLogitsWarper,
     processors.TypicalLogitsWarper,
 )
-# processors that run the model, keep a state per call, or look rows up by their index in the batch
+# processors that run the model or keep a state from step to step
 UNSUPPORTED_PROCESSORS = tuple(
     getattr(processors, name)
     for name in (
@@ -133,6 +133,7 @@ class _Rows:
     lengths: torch.Tensor  # [batch], columns of `tokens` in use
     padding: torch.Tensor  # [batch], of the prompt's left
     finished: torch.Tensor  # [batch] bool
+    pad_token_id: int
     scores: list[list[torch.Tensor]] = field(default_factory=list)
     logits: list[list[torch.Tensor]] = field(default_factory=list)
 
@@ -200,14 +201,15 @@ def dspine_generate(
     model_kwargs.pop("use_cache", None)
     prefill_kwargs = {k: v for k, v in model_kwargs.items() if v is not None}
     max_length = generation_config.max_length
-    pad = generation_config._pad_token_tensor
+    pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
     rows = _Rows(
-        tokens=torch.full((batch, max_length), 0 if pad is None else int(pad), dtype=torch.long, device=device),
+        tokens=torch.full((batch, max_length), pad, dtype=torch.long, device=device),
         lengths=torch.full((batch,), input_ids.shape[1], device=device),
         padding=torch.zeros(batch, dtype=torch.long, device=device)
         if attention_mask is None
         else (attention_mask == 0).sum(1).to(device),
         finished=torch.zeros(batch, dtype=torch.bool, device=device),
+        pad_token_id=pad,
         scores=[[] for _ in range(batch)],
         logits=[[] for _ in range(batch)],
     )
@@ -216,7 +218,7 @@ def dspine_generate(
     has_holes = attention_mask is not None and not bool(columns.all())
     if position_ids is None:
         position_ids = (columns.long().cumsum(-1) - 1).clamp_min(0)
-    policy = _Policy(generation_config, logits_processor, stopping_criteria, generator)
+    policy = _Policy(generation_config, logits_processor, stopping_criteria, generator, device)
     statistics = DSpineStatistics([[] for _ in range(batch)], [0] * (block_size - 1), [0] * (block_size - 1))
     draft_cache = DynamicCache(config=config)
     draft_cache.activate_past_recording()
@@ -367,10 +369,6 @@ def _check(
             raise ValueError(
                 f"{type(processor).__name__} is not supported by speculative decoding: it runs or follows the model step by step"
             )
-        if batch > 1 and isinstance(processor, processors.PrefixConstrainedLogitsProcessor):
-            raise ValueError(
-                "prefix_allowed_tokens_fn looks rows up by their index and needs batch size 1 in speculative decoding"
-            )
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.dim() != 2:
         raise ValueError(f"position_ids must have shape [batch, length], got {list(positions.shape)}")
@@ -384,7 +382,7 @@ def _check(
 class _Policy:
     """How the target chooses tokens and when a text ends, as `generate` was told."""
 
-    def __init__(self, generation_config, logits_processor, stopping_criteria, generator):
+    def __init__(self, generation_config, logits_processor, stopping_criteria, generator, device):
         self.do_sample = bool(generation_config.do_sample)
         self.temperature = float(generation_config.temperature or 1.0)
         self.max_length = generation_config.max_length
@@ -392,7 +390,8 @@ class _Policy:
         self.rowwise = all(isinstance(p, ROWWISE_PROCESSORS) for p in self.logits_processor)
         self.generator = generator
         criteria = list(stopping_criteria or [])
-        self.eos = [c.eos_token_id for c in criteria if isinstance(c, EosTokenCriteria)]
+        eos = [c.eos_token_id.reshape(-1) for c in criteria if isinstance(c, EosTokenCriteria)]
+        self.eos = torch.cat(eos).to(device) if eos else None
         known = (EosTokenCriteria, MaxLengthCriteria)
         self.other_criteria = StoppingCriteriaList(c for c in criteria if not isinstance(c, known))
 
@@ -424,40 +423,46 @@ class _Policy:
         lengths, done = rows.lengths.tolist(), rows.finished.tolist()
         for row in (i for i in range(batch) if not done[i]):
             for slot in range(slots):
-                text = torch.cat([rows.tokens[row, : lengths[row]], draft_tokens[row, :slot]])[None]
-                scores[row, slot] = self.logits_processor(text, scores[row, slot][None])[0]
+                # the row stands in every place of the batch, since some processors keep something per place
+                text = torch.cat([rows.tokens[row, : lengths[row]], draft_tokens[row, :slot]]).expand(batch, -1)
+                scores[row, slot] = self.logits_processor(text, scores[row, slot].repeat(batch, 1))[row]
                 if slot < slots - 1 and not accepts(row, slot, scores[row, slot]):
                     break
         return scores
 
-    def cut(self, rows: _Rows, new_tokens: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
-        """Shortens every row's new tokens at the first that ends it; also says which rows ended. Writes them into `rows.tokens`."""
-        eos = set(torch.cat([e.reshape(-1) for e in self.eos]).tolist()) if self.eos else set()
-        lengths = rows.lengths.tolist()
-        ended = []
-        for row, tokens in enumerate(new_tokens):
-            del tokens[self.max_length - lengths[row] :]
-            stop = bool(tokens) and lengths[row] + len(tokens) >= self.max_length
-            for i, token in enumerate(tokens):
-                rows.tokens[row, lengths[row] + i] = token
-                if token in eos or (
-                    self.other_criteria and self._other_stop(rows.tokens[row, : lengths[row] + i + 1])
-                ):
-                    rows.tokens[row, lengths[row] + i + 1 : lengths[row] + len(tokens)] = 0
-                    del tokens[i + 1 :]
-                    stop = True
-                    break
-            ended.append(stop)
-        return new_tokens, ended
+    def cut(self, rows: _Rows, texts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new tokens `texts` `[batch, slots]`, of which `counts` `[batch]` are meant, into `rows.tokens` up to and
+        including the first that ends its row; returns how many were written and which rows ended."""
+        counts = torch.minimum(counts, self.max_length - rows.lengths)
+        slots = torch.arange(texts.shape[1], device=texts.device)
+        ended = (rows.lengths + counts >= self.max_length) & (counts > 0)
+        if self.eos is not None:
+            is_eos = torch.isin(texts, self.eos) & (slots < counts[:, None])
+            counts = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, counts)
+            ended |= is_eos.any(1)
+        self._write(rows, texts, counts, slots)
+        if self.other_criteria:
+            lengths, written = rows.lengths.tolist(), counts.tolist()
+            for row, length in enumerate(lengths):
+                for i in range(written[row]):
+                    if bool(self.other_criteria(rows.tokens[row, : length + i + 1][None], None).any()):
+                        counts[row], ended[row] = i + 1, True
+                        rows.tokens[row, length + i + 1 : length + written[row]] = rows.pad_token_id
+                        break
+        return counts, ended
 
-    def _other_stop(self, text: torch.Tensor) -> bool:
-        return bool(self.other_criteria(text[None], None).any())
+    @staticmethod
+    def _write(rows: _Rows, texts: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor) -> None:
+        columns = (rows.lengths[:, None] + slots).clamp_max(rows.tokens.shape[1] - 1)
+        kept = torch.where(slots < counts[:, None], texts, rows.tokens.gather(1, columns))
+        # columns clamped to the last one would race with its rightful token: write from the right end to the left
+        for slot in reversed(range(texts.shape[1])):
+            rows.tokens.scatter_(1, columns[:, slot : slot + 1], kept[:, slot : slot + 1])
 
 
 def _commit(rows, policy, logits, draft_tokens, proposal, uniforms, block_size, streamer, keep_scores):
     """Accepts drafted tokens, adds the target's own, ends rows; returns per row the tokens committed and drafts accepted, and
     which rows were running."""
-    running = (~rows.finished).tolist()
     logits = logits.to(rows.tokens.device)
     if uniforms is None and policy.do_sample:
         uniforms = policy.uniforms(rows, 2 * block_size - 1)
@@ -480,13 +485,16 @@ def _commit(rows, policy, logits, draft_tokens, proposal, uniforms, block_size, 
     if policy.do_sample:
         target_probs = torch.softmax(scores, dim=-1)
         agrees = torch.zeros_like(draft_tokens, dtype=torch.bool)
+        # a row near its end is not offered the slots behind it, as if the others were not there
+        room = (policy.max_length - 1 - rows.lengths).clamp(0, draft_tokens.shape[1])
         if draft_tokens.shape[1]:
             p = target_probs[:, :-1].gather(-1, draft_tokens[..., None])[..., 0]
             agrees = accept_uniforms[:, : p.shape[1]] * draft_probs < p
+            agrees &= torch.arange(p.shape[1], device=p.device) < room[:, None]
         accepted = agrees.long().cumprod(-1).sum(-1)
         leftover = target_probs[at, accepted]
         if draft_tokens.shape[1]:
-            rejected = accepted < draft_tokens.shape[1]
+            rejected = accepted < room
             slot = accepted.clamp_max(draft_tokens.shape[1] - 1)
             minus = torch.where(rejected[:, None], q[at, slot], 0.0)
             reduced = leftover.scatter_add(-1, candidates[at, slot], -minus).clamp_min(0)
@@ -498,20 +506,19 @@ def _commit(rows, policy, logits, draft_tokens, proposal, uniforms, block_size, 
         accepted = (choice[:, :-1] == draft_tokens).long().cumprod(-1).sum(-1)
         own = choice[at, accepted]
 
-    accepted_counts = accepted.tolist()
-    texts = torch.cat([draft_tokens, own[:, None]], dim=1).scatter(1, accepted[:, None], own[:, None]).tolist()
-    new_tokens = [text[: n + 1] if run else [] for text, n, run in zip(texts, accepted_counts, running)]
-    new_tokens, ended = policy.cut(rows, new_tokens)
-    committed = [len(tokens) for tokens in new_tokens]
+    texts = torch.cat([draft_tokens, own[:, None]], dim=1).scatter(1, accepted[:, None], own[:, None])
+    counts, ended = policy.cut(rows, texts, torch.where(rows.finished, 0, accepted + 1))
+    # the only place of a round where the host waits for the device
+    committed, accepted, running = torch.stack([counts, accepted, (~rows.finished).long()]).tolist()
     if keep_scores:
         for row, count in enumerate(committed):
             rows.scores[row].extend(scores[row, :count])
             rows.logits[row].extend(logits[row, :count].float())
     if streamer is not None:
-        streamer.put(torch.tensor(new_tokens))
-    rows.lengths += torch.tensor(committed, device=rows.lengths.device)
-    rows.finished |= torch.tensor(ended, device=rows.finished.device)
-    return committed, accepted_counts, running
+        streamer.put(texts[:, : committed[0]].cpu())
+    rows.lengths += counts
+    rows.finished |= ended
+    return committed, accepted, running
 
 
 def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Saving, loading and the model card: what makes a folder or Hub repository a DSpine drafter."""
 
 import json
-from pathlib import Path
+import re
+from pathlib import Path, PureWindowsPath
 
 import torch
 from safetensors import SafetensorError
@@ -13,8 +14,10 @@ CARD = """---
 
 # {title}
 
-A [DSpine](https://arxiv.org/abs/2609.36173) drafter for speculative decoding with {target}: it drafts blocks of {block_size} tokens that
-the target verifies in one pass. The text generated is the target's own. The method is a reconstruction from the paper's abstract.
+A drafter for speculative decoding with {target}: it drafts blocks of {block_size} tokens in one pass, and the target verifies a block in one
+pass of its own. The text generated is the target's: token for token in greedy decoding, the same distribution in sampling. The method
+is a reconstruction of DSpine from the abstract of [arXiv 2609.36173](https://arxiv.org/abs/2609.36173), on the backbone of DFlash
+([arXiv 2602.06036](https://arxiv.org/abs/2602.06036)).
 
 ## Use
 
@@ -32,7 +35,8 @@ output = drafter.spec_generate(target, **inputs, max_new_tokens=256, return_dict
 print(tokenizer.decode(output.sequences[0]), output.statistics.accepted_length)
 ```
 
-With the `dspine` package installed the same call uses its Triton kernels on CUDA devices.
+The code that `trust_remote_code` runs is in this repository and needs nothing but Transformers. With the `dspine` package installed the
+same call uses the package's own code, which can pick faster implementations.
 
 ## Drafter
 
@@ -40,12 +44,24 @@ With the `dspine` package installed the same call uses its Triton kernels on CUD
 {results}"""
 
 
+def _public_name(name: str) -> tuple[str, bool]:
+    """What a card may call a model: a Hub id as it is; of a path on this machine only the last folder. Also whether it is an id."""
+    is_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None and not Path(name).is_dir()
+    return (name, True) if is_id else (PureWindowsPath(Path(name).expanduser().resolve().as_posix()).name, False)
+
+
 def card_text(config, repo_id: str) -> str:
-    """The README of a saved drafter: how to use it, its shape, and measured accepted lengths if the configuration holds them."""
-    target_id = config.target_name_or_path or "TARGET"
-    front = "library_name: transformers\npipeline_tag: text-generation\ntags:\n- speculative-decoding\n- dspine\n- dflash\n"
-    if config.target_name_or_path and not Path(config.target_name_or_path).is_absolute():
-        front = f"base_model: {config.target_name_or_path}\n" + front
+    """The README of a saved drafter: how to use it, its shape, and measured accepted lengths if the configuration holds them.
+
+    Args:
+        config: may have `measured_accepted_length`, `{benchmark: {column: accepted length}}`.
+        repo_id: Hub id, or the folder it is saved to, of which the last part is shown.
+    """
+    target_id, target_is_public = _public_name(config.target_name_or_path or "TARGET")
+    target_is_public = target_is_public and config.target_name_or_path is not None
+    front = "library_name: transformers\npipeline_tag: text-generation\ntags:\n- speculative-decoding\n- dspine\n"
+    if target_is_public:
+        front = f"base_model: {target_id}\n" + front
     facts = {
         "draft layers": config.num_hidden_layers,
         "slots per block (anchor included)": config.block_size,
@@ -55,10 +71,13 @@ def card_text(config, repo_id: str) -> str:
         "candidates per slot": config.num_candidates,
         "trained with thinking": {None: "not recorded", True: "on", False: "off"}[config.target_thinking],
     }
+    if config.target_revision:
+        facts["target revision"] = config.target_revision
+    repo_id = _public_name(repo_id)[0]
     measured = getattr(config, "measured_accepted_length", None)
     results = ""
     if measured:
-        columns = sorted({name for row in measured.values() for name in row})
+        columns = list(dict.fromkeys(name for row in measured.values() for name in row))
         lines = ["| benchmark | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
         lines += [
             f"| {name} | " + " | ".join(f"{row[c]:.2f}" if c in row else "" for c in columns) + " |"
@@ -71,10 +90,8 @@ def card_text(config, repo_id: str) -> str:
         )
     return CARD.format(
         front=front,
-        title=Path(repo_id).name,
-        target=f"[{target_id}](https://huggingface.co/{target_id})"
-        if target_id != "TARGET" and "base_model" in front
-        else target_id,
+        title=repo_id.split("/")[-1],
+        target=f"[{target_id}](https://huggingface.co/{target_id})" if target_is_public else f"`{target_id}`",
         target_id=target_id,
         repo_id=repo_id,
         block_size=config.block_size,
@@ -93,20 +110,7 @@ class DSpineHubMixin:
         Raises:
             ValueError: tensors are missing, unknown or misshaped (all are named), or a file is damaged.
         """
-        kwargs.setdefault("use_safetensors", True)
-        try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise ValueError(
-                f"the weights of {pretrained_model_name_or_path} are damaged or cut off ({error}); download them again"
-            ) from error
-        except RuntimeError as error:
-            if "size mismatch" not in str(error) and "mismatched" not in str(error):
-                raise
-            raise ValueError(f"{pretrained_model_name_or_path} does not fit its configuration: {error}") from error
-        _refuse_partial(pretrained_model_name_or_path, info, allowed_missing=())
+        model, info = _load(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
         return (model, info) if output_loading_info else model
 
     @classmethod
@@ -133,16 +137,9 @@ class DSpineHubMixin:
         }
         raw = json.loads(Path(cached_file(pretrained_model_name_or_path, "config.json", **hub)).read_text())
         config = cls.config_class.from_dflash(raw, **(config_overrides or {}))
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            use_safetensors=True,
-            **kwargs,
-        )
-        _refuse_partial(
-            pretrained_model_name_or_path, info, allowed_missing=("injections.", "transfer.", "transfer_table")
+        new = ("injections.", "transfer.", "transfer_table")
+        model, _ = _load(
+            super().from_pretrained, pretrained_model_name_or_path, config=config, dtype=dtype, may_lack=new, **kwargs
         )
         with torch.no_grad():
             for module in model.injections.values():
@@ -164,16 +161,38 @@ class DSpineHubMixin:
         super().save_pretrained(save_directory, *args, **kwargs)
         card = Path(save_directory) / "README.md"
         if not card.exists():
-            card.write_text(card_text(self.config, kwargs.get("repo_id") or str(save_directory)))
+            card.write_text(card_text(self.config, kwargs.get("repo_id") or str(save_directory)), encoding="utf-8")
+
+    def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
+        # `push_to_hub` puts a generic card over ours just before the upload, unless the repository has one already
+        card = Path(working_dir) / "README.md"
+        if not card.exists() or "model card has been automatically generated" in card.read_text(encoding="utf-8"):
+            card.write_text(card_text(self.config, repo_id), encoding="utf-8")
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
 
-def _refuse_partial(source, info: dict, allowed_missing: tuple[str, ...]) -> None:
-    missing = sorted(k for k in info["missing_keys"] if not k.startswith(allowed_missing or ("\0",)))
+def _load(from_pretrained, source, *args, may_lack: tuple[str, ...] = (), **kwargs):
+    """Calls `PreTrainedModel.from_pretrained` and refuses a checkpoint that is not exactly the model's, except that tensors whose
+    names start with `may_lack` may be absent. Returns the model and its loading information."""
+    kwargs.setdefault("use_safetensors", True)
+    # with this flag a misshaped tensor is reported with its name and shapes instead of raised as a table
+    kwargs["ignore_mismatched_sizes"] = True
+    try:
+        model, info = from_pretrained(source, *args, output_loading_info=True, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {source} are damaged or cut off ({error}); download them again") from error
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(may_lack))
     problems = {
         "missing": missing,
         "unexpected": sorted(info["unexpected_keys"]),
-        "misshaped": sorted(str(k) for k in info.get("mismatched_keys") or ()),
+        "misshaped": [
+            f"{name} (expected {list(wanted)}, got {list(got)})"
+            for name, got, wanted in sorted(info["mismatched_keys"])
+        ],
     }
-    found = "; ".join(f"{kind} {names}" for kind, names in problems.items() if names)
+    found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
     if found:
-        raise ValueError(f"the weights of {source} are not this drafter's: {found}")
+        only_new = missing and all(name.startswith(("injections.", "transfer")) for name in missing)
+        hint = "; a DFlash checkpoint is loaded with DSpineModel.from_dflash" if only_new else ""
+        raise ValueError(f"the weights of {source} are not those of its configuration: {found}{hint}")
+    return model, info

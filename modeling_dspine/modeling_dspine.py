@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -78,6 +79,18 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     q_embed = (q * cos[..., -q_len:, :]) + (rotate_half(q) * sin[..., -q_len:, :])
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
+
+
+def _flex_mask(visible: torch.Tensor):
+    """A dense mask `[batch or 1, 1, slots, length]` as a flex attention `BlockMask`."""
+    batch, _, slots, length = visible.shape
+    # compiled kernels evaluate whole tiles, beyond the mask's edge too
+    tiles = F.pad(visible[:, 0], (0, -length % 128, 0, -slots % 128))
+
+    def mask_mod(b, h, q, kv):
+        return tiles[b, q, kv]
+
+    return create_block_mask(mask_mod, B=batch, H=None, Q_LEN=slots, KV_LEN=length, device=visible.device)
 
 
 class DSpineAttention(nn.Module):
@@ -436,9 +449,9 @@ class DSpineModel(DSpinePreTrainedModel):
             visible = visible & padding[:, None, None, -length:].to(like.device, torch.bool)
         if self.config._attn_implementation == "sdpa":
             return visible
-        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(
-            ~visible, torch.finfo(like.dtype).min
-        )
+        if self.config._attn_implementation == "flex_attention":
+            return _flex_mask(visible)
+        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(~visible, torch.finfo(like.dtype).min)
 
     # ---- choosing tokens --------------------------------------------------------------------------------------------------
 
