@@ -16,40 +16,14 @@ columns, hence share one mask. Token sequences have no holes.
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import DynamicCache, StaticCache
-from transformers.generation import logits_process as processors
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .acceptance_dspine import UNSUPPORTED_PROCESSORS, TargetPolicy, TextRows, commit
 from .target_dspine import TapRecorder
-
-
-# processors that map each row of scores by itself, whatever came before it: all slots of a block can be processed in one call
-ROWWISE_PROCESSORS = (
-    processors.EpsilonLogitsWarper,
-    processors.EtaLogitsWarper,
-    processors.InfNanRemoveLogitsProcessor,
-    processors.LogitNormalization,
-    processors.MinPLogitsWarper,
-    processors.SuppressTokensLogitsProcessor,
-    processors.TemperatureLogitsWarper,
-    processors.TopKLogitsWarper,
-    processors.TopPLogitsWarper,
-    processors.TypicalLogitsWarper,
-)
-# processors that run the model or keep a state from step to step
-UNSUPPORTED_PROCESSORS = tuple(
-    getattr(processors, name)
-    for name in (
-        "SynthIDTextWatermarkLogitsProcessor",
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "ClassifierFreeGuidanceLogitsProcessor",
-    )
-    if hasattr(processors, name)
-)
 
 
 @dataclass
@@ -125,27 +99,6 @@ class _Clock:
         return sum(b - a for a, b in self.marks.get(name, []))
 
 
-@dataclass
-class _Rows:
-    """The texts of a batch: left-padded prompt, committed tokens, and who is done."""
-
-    tokens: torch.Tensor  # [batch, max_length]
-    lengths: torch.Tensor  # [batch], columns of `tokens` in use
-    padding: torch.Tensor  # [batch], of the prompt's left
-    finished: torch.Tensor  # [batch] bool
-    pad_token_id: int
-    scores: list[list[torch.Tensor]] = field(default_factory=list)
-    logits: list[list[torch.Tensor]] = field(default_factory=list)
-
-    @property
-    def anchors(self) -> torch.Tensor:
-        return self.tokens.gather(1, self.lengths[:, None] - 1)[:, 0]
-
-    @property
-    def anchor_positions(self) -> torch.Tensor:
-        return self.lengths - 1 - self.padding
-
-
 @torch.no_grad()
 def dspine_generate(
     model,
@@ -202,14 +155,16 @@ def dspine_generate(
     prefill_kwargs = {k: v for k, v in model_kwargs.items() if v is not None}
     max_length = generation_config.max_length
     pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
-    rows = _Rows(
-        tokens=torch.full((batch, max_length), pad, dtype=torch.long, device=device),
+    rows = TextRows(
+        tokens=torch.full((batch, max_length + block_size), pad, dtype=torch.long, device=device),
         lengths=torch.full((batch,), input_ids.shape[1], device=device),
         padding=torch.zeros(batch, dtype=torch.long, device=device)
         if attention_mask is None
         else (attention_mask == 0).sum(1).to(device),
         finished=torch.zeros(batch, dtype=torch.bool, device=device),
         pad_token_id=pad,
+        host_lengths=[input_ids.shape[1]] * batch,
+        host_finished=[False] * batch,
         scores=[[] for _ in range(batch)],
         logits=[[] for _ in range(batch)],
     )
@@ -218,7 +173,7 @@ def dspine_generate(
     has_holes = attention_mask is not None and not bool(columns.all())
     if position_ids is None:
         position_ids = (columns.long().cumsum(-1) - 1).clamp_min(0)
-    policy = _Policy(generation_config, logits_processor, stopping_criteria, generator, device)
+    policy = TargetPolicy(generation_config, logits_processor, stopping_criteria, generator, device)
     statistics = DSpineStatistics([[] for _ in range(batch)], [0] * (block_size - 1), [0] * (block_size - 1))
     draft_cache = DynamicCache(config=config)
     draft_cache.activate_past_recording()
@@ -244,10 +199,10 @@ def dspine_generate(
         cache.activate_past_recording()
         context, context_positions = taps.take(drafter.device), position_ids
         no_draft = input_ids.new_zeros(batch, 0)
-        _commit(rows, policy, outputs.logits[:, -1:], no_draft, None, None, block_size, streamer, keep_scores)
+        commit(rows, policy, outputs.logits[:, -1:], no_draft, None, None, block_size, streamer, keep_scores)
         clock.add("prefill", mark)
 
-        while not bool(rows.finished.all()):
+        while not all(rows.host_finished):
             mark = clock.now()
             anchors = rows.anchors
             slot_positions = rows.anchor_positions[:, None] + torch.arange(block_size, device=device)
@@ -273,7 +228,7 @@ def dspine_generate(
             )
             draft_cache.crop(-block_size)
             # never verify past the end of the longest text still running
-            left = int((max_length - rows.lengths)[~rows.finished].max())
+            left = max(max_length - n for n, done in zip(rows.host_lengths, rows.host_finished) if not done)
             offered = min(block_size, left) - 1
             draft_tokens = proposal.tokens[:, :offered].to(device)
             mark = clock.add("draft", mark)
@@ -287,13 +242,13 @@ def dspine_generate(
                 use_cache=True,
                 **{cache_name: cache},
             )
-            committed, accepted, running = _commit(
+            counts, committed, accepted, running = commit(
                 rows, policy, outputs.logits, draft_tokens, proposal, uniforms, block_size, streamer, keep_scores
             )
             _count(statistics, committed, accepted, running, offered)
             keep = max(committed)
             cache.crop(-(offered + 1 - keep))
-            new_columns = torch.arange(keep, device=device) < torch.tensor(committed, device=device)[:, None]
+            new_columns = torch.arange(keep, device=device) < counts[:, None]
             columns = torch.cat([columns, new_columns], dim=1)
             has_holes = has_holes or min(committed) < keep
             context, context_positions = taps.take(drafter.device)[:, :keep], slot_positions[:, :keep]
@@ -301,7 +256,7 @@ def dspine_generate(
 
     if streamer is not None:
         streamer.end()
-    sequences = rows.tokens[:, : int(rows.lengths.max())]
+    sequences = rows.tokens[:, : max(rows.host_lengths)]
     if not generation_config.return_dict_in_generate:
         return sequences
     statistics.prefill_time, statistics.draft_time = clock.total("prefill"), clock.total("draft")
@@ -377,159 +332,6 @@ def _check(
         raise ValueError(
             f"drafter and target must have the same dtype, got {drafter.dtype} and {head.dtype}; load the drafter with dtype={head.dtype}"
         )
-
-
-class _Policy:
-    """How the target chooses tokens and when a text ends, as `generate` was told."""
-
-    def __init__(self, generation_config, logits_processor, stopping_criteria, generator, device):
-        self.do_sample = bool(generation_config.do_sample)
-        self.temperature = float(generation_config.temperature or 1.0)
-        self.max_length = generation_config.max_length
-        self.logits_processor = logits_processor if logits_processor is not None else processors.LogitsProcessorList()
-        self.rowwise = all(isinstance(p, ROWWISE_PROCESSORS) for p in self.logits_processor)
-        self.generator = generator
-        criteria = list(stopping_criteria or [])
-        eos = [c.eos_token_id.reshape(-1) for c in criteria if isinstance(c, EosTokenCriteria)]
-        self.eos = torch.cat(eos).to(device) if eos else None
-        known = (EosTokenCriteria, MaxLengthCriteria)
-        self.other_criteria = StoppingCriteriaList(c for c in criteria if not isinstance(c, known))
-
-    def uniforms(self, rows: _Rows, count: int) -> torch.Tensor:
-        """`[batch, count]` in [0, 1). With one generator per row, finished rows draw nothing, as if they were alone."""
-        batch, device = rows.tokens.shape[0], rows.tokens.device
-        if not isinstance(self.generator, (list, tuple)):
-            at = device if self.generator is None else self.generator.device
-            return torch.rand(batch, count, generator=self.generator, device=at).to(device)
-        done = rows.finished.tolist()
-        drawn = [
-            torch.zeros(count) if stop else torch.rand(count, generator=g, device=g.device).cpu()
-            for g, stop in zip(self.generator, done)
-        ]
-        return torch.stack(drawn).to(device)
-
-    def scores(self, rows: _Rows, logits: torch.Tensor, draft_tokens: torch.Tensor, accepts) -> torch.Tensor:
-        """Processed scores `[batch, slots, V]` in fp32. Slots behind a rejected one may be left unprocessed: nobody reads them.
-
-        Processors that look at the text before a slot are called slot by slot with the row's own tokens.
-        """
-        batch, slots, vocab = logits.shape
-        scores = logits.to(dtype=torch.float32, copy=True)
-        if not self.logits_processor:
-            return scores
-        if self.rowwise:
-            flat = scores.view(batch * slots, vocab)
-            return self.logits_processor(rows.tokens.new_zeros(batch * slots, 1), flat).view(batch, slots, vocab)
-        lengths, done = rows.lengths.tolist(), rows.finished.tolist()
-        for row in (i for i in range(batch) if not done[i]):
-            for slot in range(slots):
-                # the row stands in every place of the batch, since some processors keep something per place
-                text = torch.cat([rows.tokens[row, : lengths[row]], draft_tokens[row, :slot]]).expand(batch, -1)
-                scores[row, slot] = self.logits_processor(text, scores[row, slot].repeat(batch, 1))[row]
-                if slot < slots - 1 and not accepts(row, slot, scores[row, slot]):
-                    break
-        return scores
-
-    def cut(self, rows: _Rows, texts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens `texts` `[batch, slots]`, of which `counts` `[batch]` are meant, into `rows.tokens` up to and
-        including the first that ends its row; returns how many were written and which rows ended."""
-        counts = torch.minimum(counts, self.max_length - rows.lengths)
-        slots = torch.arange(texts.shape[1], device=texts.device)
-        ended = (rows.lengths + counts >= self.max_length) & (counts > 0)
-        if self.eos is not None:
-            is_eos = torch.isin(texts, self.eos) & (slots < counts[:, None])
-            counts = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, counts)
-            ended |= is_eos.any(1)
-        self._write(rows, texts, counts, slots)
-        if self.other_criteria:
-            lengths, written = rows.lengths.tolist(), counts.tolist()
-            for row, length in enumerate(lengths):
-                for i in range(written[row]):
-                    if bool(self.other_criteria(rows.tokens[row, : length + i + 1][None], None).any()):
-                        counts[row], ended[row] = i + 1, True
-                        rows.tokens[row, length + i + 1 : length + written[row]] = rows.pad_token_id
-                        break
-        return counts, ended
-
-    @staticmethod
-    def _write(rows: _Rows, texts: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor) -> None:
-        columns = (rows.lengths[:, None] + slots).clamp_max(rows.tokens.shape[1] - 1)
-        kept = torch.where(slots < counts[:, None], texts, rows.tokens.gather(1, columns))
-        # columns clamped to the last one would race with its rightful token: write from the right end to the left
-        for slot in reversed(range(texts.shape[1])):
-            rows.tokens.scatter_(1, columns[:, slot : slot + 1], kept[:, slot : slot + 1])
-
-
-def _commit(rows, policy, logits, draft_tokens, proposal, uniforms, block_size, streamer, keep_scores):
-    """Accepts drafted tokens, adds the target's own, ends rows; returns per row the tokens committed and drafts accepted, and
-    which rows were running."""
-    logits = logits.to(rows.tokens.device)
-    if uniforms is None and policy.do_sample:
-        uniforms = policy.uniforms(rows, 2 * block_size - 1)
-    accept_uniforms = None if uniforms is None else uniforms[:, block_size - 1 :]
-    draft_probs = None
-    if policy.do_sample and proposal is not None:
-        offered = draft_tokens.shape[1]
-        candidates = proposal.candidates[:, :offered].to(draft_tokens.device)
-        q = proposal.probs[:, :offered].to(draft_tokens.device)
-        draft_probs = (q * (candidates == draft_tokens[..., None])).sum(-1)
-
-    def accepts(row: int, slot: int, scores: torch.Tensor) -> bool:
-        token = draft_tokens[row, slot]
-        if not policy.do_sample:
-            return bool(scores.argmax() == token)
-        return bool(accept_uniforms[row, slot] * draft_probs[row, slot] < torch.softmax(scores, -1)[token])
-
-    scores = policy.scores(rows, logits, draft_tokens, accepts)
-    at = torch.arange(scores.shape[0], device=scores.device)
-    if policy.do_sample:
-        target_probs = torch.softmax(scores, dim=-1)
-        agrees = torch.zeros_like(draft_tokens, dtype=torch.bool)
-        # a row near its end is not offered the slots behind it, as if the others were not there
-        room = (policy.max_length - 1 - rows.lengths).clamp(0, draft_tokens.shape[1])
-        if draft_tokens.shape[1]:
-            p = target_probs[:, :-1].gather(-1, draft_tokens[..., None])[..., 0]
-            agrees = accept_uniforms[:, : p.shape[1]] * draft_probs < p
-            agrees &= torch.arange(p.shape[1], device=p.device) < room[:, None]
-        accepted = agrees.long().cumprod(-1).sum(-1)
-        leftover = target_probs[at, accepted]
-        if draft_tokens.shape[1]:
-            rejected = accepted < room
-            slot = accepted.clamp_max(draft_tokens.shape[1] - 1)
-            minus = torch.where(rejected[:, None], q[at, slot], 0.0)
-            reduced = leftover.scatter_add(-1, candidates[at, slot], -minus).clamp_min(0)
-            # rounding can empty a residual that is zero up to the last bit: then p itself is within that bit of q
-            leftover = torch.where(reduced.sum(-1, keepdim=True) > 0, reduced, leftover)
-        own = _draw(leftover, uniforms[:, -1])
-    else:
-        choice = scores.argmax(-1)
-        accepted = (choice[:, :-1] == draft_tokens).long().cumprod(-1).sum(-1)
-        own = choice[at, accepted]
-
-    texts = torch.cat([draft_tokens, own[:, None]], dim=1).scatter(1, accepted[:, None], own[:, None])
-    counts, ended = policy.cut(rows, texts, torch.where(rows.finished, 0, accepted + 1))
-    # the only place of a round where the host waits for the device
-    committed, accepted, running = torch.stack([counts, accepted, (~rows.finished).long()]).tolist()
-    if keep_scores:
-        for row, count in enumerate(committed):
-            rows.scores[row].extend(scores[row, :count])
-            rows.logits[row].extend(logits[row, :count].float())
-    if streamer is not None:
-        streamer.put(texts[:, : committed[0]].cpu())
-    rows.lengths += counts
-    rows.finished |= ended
-    return committed, accepted, running
-
-
-def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverts the distribution function of unnormalised `weights` `[batch, V]` at `uniforms` `[batch]`: token ids `[batch]`."""
-    wide = torch.float32 if weights.device.type == "mps" else torch.float64
-    cumulative = weights.to(wide).cumsum(-1)
-    point = uniforms.to(wide)[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, point, right=True)[:, 0]
-    # a point rounded up to the total must not fall behind the last token of positive weight
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(drawn, last)
 
 
 def _count(

@@ -451,7 +451,9 @@ class DSpineModel(DSpinePreTrainedModel):
             return visible
         if self.config._attn_implementation == "flex_attention":
             return _flex_mask(visible)
-        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(~visible, torch.finfo(like.dtype).min)
+        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(
+            ~visible, torch.finfo(like.dtype).min
+        )
 
     # ---- choosing tokens --------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,18 @@ VOCAB, TOKENS, SAMPLES, BATCH = 9, 4, 200_000, 4000
 @pytest.fixture(scope="module")
 def target():
     torch.manual_seed(0)
-    model = tiny_target(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, pad_token_id=0)
+    model = tiny_target(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        pad_token_id=0,
+    )
     with torch.no_grad():
-        model.lm_head.weight.normal_(0, 0.25)  # neither flat nor peaked, so that drafts are accepted and rejected often
+        model.lm_head.weight.normal_(
+            0, 0.25
+        )  # neither flat nor peaked, so that drafts are accepted and rejected often
     return model
 
 
@@ -78,7 +87,14 @@ def test_samples_follow_the_target(target, option, refinement, prompts):
     drawn, accepted = [], []
     for _ in range(SAMPLES // BATCH):
         output = drafter.spec_generate(
-            target, ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=TOKENS, return_dict_in_generate=True, **arguments
+            target,
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=TOKENS,
+            return_dict_in_generate=True,
+            **arguments,
         )
         drawn.append(output.sequences[:, -TOKENS:].view(len(prompts), each, TOKENS))
         accepted += output.statistics.slot_accepted
