@@ -36,7 +36,9 @@ EXTRAS["dev"] = [
     "pytest-timeout",
     "ruff>=0.14",
     "scipy",
+    "setuptools>=77",  # with wheel: a test builds one without build isolation
     "triton>=3.6; platform_system == 'Linux'",
+    "wheel",
 ]
 
 version = re.search(r'__version__ = "(.+?)"', (ROOT / "modeling_dspine" / "__init__.py").read_text()).group(1)

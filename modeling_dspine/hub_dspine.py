@@ -35,8 +35,8 @@ output = drafter.spec_generate(target, **inputs, max_new_tokens=256, return_dict
 print(tokenizer.decode(output.sequences[0]), output.statistics.accepted_length)
 ```
 
-The code that `trust_remote_code` runs is in this repository and needs nothing but Transformers. With the `dspine` package installed the
-same call uses the package's own code, which can pick faster implementations.
+The code that `trust_remote_code` runs is in this repository and needs only PyTorch and Transformers. Where the `dspine` package is
+installed as well, it uses that package's faster implementations.
 
 ## Drafter
 
@@ -153,8 +153,12 @@ class DSpineHubMixin:
         Raises:
             ValueError: the configuration wants the transfer table stored, but it was never computed.
         """
-        if self.transfer is not None and self.config.store_transfer_table and not self._table_is_current:
-            self.ensure_transfer_table()
+        if self.transfer is not None and self.config.store_transfer_table:
+            table = self.transfer_table if self._table_is_current else self.ensure_transfer_table()
+            if not table.any():  # rows have length one, so this one was never computed
+                raise ValueError(
+                    "store_transfer_table is set, but the transfer table was never computed; call drafter.bind_target(target) before saving"
+                )
         for item in (type(self), type(self.config)):
             if item._auto_class is None:
                 item.register_for_auto_class("AutoModel" if item is type(self) else "AutoConfig")
@@ -195,4 +199,5 @@ def _load(from_pretrained, source, *args, may_lack: tuple[str, ...] = (), **kwar
         only_new = missing and all(name.startswith(("injections.", "transfer")) for name in missing)
         hint = "; a DFlash checkpoint is loaded with DSpineModel.from_dflash" if only_new else ""
         raise ValueError(f"the weights of {source} are not those of its configuration: {found}{hint}")
+    model._table_is_current = model.config.uses_transfer_space and model.config.store_transfer_table
     return model, info

@@ -88,9 +88,13 @@ def test_accepted_drafts_leave_the_text_unchanged(target, answer, wrong_every):
 
 def test_both_entries_and_the_stock_loop(target, answer):
     drafter = tiny_drafter(target)
-    direct = target.generate(PROMPT, max_new_tokens=20, do_sample=False, custom_generate=dspine_generate, drafter=drafter)
+    direct = target.generate(
+        PROMPT, max_new_tokens=20, do_sample=False, custom_generate=dspine_generate, drafter=drafter
+    )
     assert torch.equal(direct[0], answer[:26])
-    stock = target.generate(PROMPT, max_new_tokens=20, do_sample=False, assistant_model=drafter, speculation_type="dflash")
+    stock = target.generate(
+        PROMPT, max_new_tokens=20, do_sample=False, assistant_model=drafter, speculation_type="dflash"
+    )
     assert torch.equal(stock[0], answer[:26])
 
 
@@ -156,7 +160,12 @@ def test_any_shape_is_lossless(lengths, block_size, new_tokens, layers, candidat
     """Prompts of one token, blocks longer than what is left, every switch, any number of candidates."""
     target = tiny_target(seed=seed)
     drafter = tiny_drafter(
-        target, block_size=block_size, num_hidden_layers=layers, num_candidates=candidates, injection=switches[0], refinement=switches[1]
+        target,
+        block_size=block_size,
+        num_hidden_layers=layers,
+        num_candidates=candidates,
+        injection=switches[0],
+        refinement=switches[1],
     )
     ids, mask = ragged(lengths, seed)
     expected = greedy(target, ids, attention_mask=mask, max_new_tokens=new_tokens)
@@ -276,7 +285,12 @@ def test_processors_see_each_row_of_a_batch(target):
 
 
 def test_scores_and_logits_are_those_of_generate(target, answer):
-    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.2}
+    options = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "repetition_penalty": 1.2,
+    }
     expected = greedy(target, PROMPT, **options)
     got = drafted(scripted_drafter(target, expected.sequences[0], 4), target, PROMPT, **options)
     assert torch.equal(got.sequences, expected.sequences) and len(got.scores) == len(expected.scores)

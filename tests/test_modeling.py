@@ -49,11 +49,17 @@ def dflash_drafter(tmp_path=None, seed=3, **overrides):
     return model
 
 
-SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "use_sliding_window": True,
+}
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, SLIDING, SLIDING | {"is_causal": False}, {"is_causal": True}], ids=["full", "sliding", "sliding-bidirectional", "causal"]
+    "overrides",
+    [{}, SLIDING, SLIDING | {"is_causal": False}, {"is_causal": True}],
+    ids=["full", "sliding", "sliding-bidirectional", "causal"],
 )
 def test_switched_off_is_dflash_bit_for_bit(tmp_path, overrides):
     reference = dflash_drafter(tmp_path, **overrides)
@@ -71,7 +77,9 @@ def test_switched_off_is_dflash_bit_for_bit(tmp_path, overrides):
         expected = reference(
             position_ids=positions, noise_embedding=noise, target_hidden=taps, past_key_values=theirs, use_cache=True
         )
-        got = drafter(noise_embeds=noise, context_hidden_states=taps, position_ids=positions, cache=ours).last_hidden_state
+        got = drafter(
+            noise_embeds=noise, context_hidden_states=taps, position_ids=positions, cache=ours
+        ).last_hidden_state
         assert torch.equal(got, expected)
         for cache in (ours, theirs):
             cache.crop(-6)
@@ -157,7 +165,9 @@ def test_attention_implementations_agree_with_padding(implementation):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     changed = taps.clone()
     changed[0, :3] += 1.0  # masked columns must not matter
-    torch.testing.assert_close(drafter(noise, changed, anchors, attention_mask=mask).last_hidden_state, got, rtol=0, atol=0)
+    torch.testing.assert_close(
+        drafter(noise, changed, anchors, attention_mask=mask).last_hidden_state, got, rtol=0, atol=0
+    )
 
 
 def test_refined_state_of_the_predicted_write_is_the_base_state():
@@ -261,13 +271,22 @@ def test_target_is_neither_saved_nor_moved_with_the_drafter(tmp_path):
 def test_odd_shapes_are_refused(block):
     drafter = tiny_drafter(tiny_target())
     with pytest.raises(ValueError, match="whole blocks"):
-        drafter(torch.randn(1, 7, 32), torch.randn(1, 3, 32 * len(drafter.config.target_layer_ids)), torch.zeros(1, 1).long(), block_size=block + 1)
+        drafter(
+            torch.randn(1, 7, 32),
+            torch.randn(1, 3, 32 * len(drafter.config.target_layer_ids)),
+            torch.zeros(1, 1).long(),
+            block_size=block + 1,
+        )
 
 
 def test_gradient_checkpointing_gives_the_same_gradients():
     target = tiny_target()
     drafter = tiny_drafter(target).train()
-    taps, noise, anchors = torch.randn(1, 5, 32 * len(drafter.config.target_layer_ids)), torch.randn(1, 6, 32), torch.tensor([[3]])
+    taps, noise, anchors = (
+        torch.randn(1, 5, 32 * len(drafter.config.target_layer_ids)),
+        torch.randn(1, 6, 32),
+        torch.tensor([[3]]),
+    )
     drafter(noise, taps, anchors).last_hidden_state.square().sum().backward()
     expected = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
     drafter.zero_grad()

@@ -32,7 +32,13 @@ def tiny_target(config_class=LlamaConfig, seed=0, **overrides):
 
 def tiny_drafter(target, seed=1, spread=0.3, **overrides):
     """A bound random drafter; `spread` widens its weights so that it proposes varied tokens instead of one."""
-    fields = {"mask_token_id": MASK_ID, "block_size": 6, "num_hidden_layers": 2, "transfer_rank": 8, "num_candidates": 8}
+    fields = {
+        "mask_token_id": MASK_ID,
+        "block_size": 6,
+        "num_hidden_layers": 2,
+        "transfer_rank": 8,
+        "num_candidates": 8,
+    }
     torch.manual_seed(seed)
     drafter = DSpineModel(DSpineConfig.from_target(target.config, **(fields | overrides))).eval()
     with torch.no_grad():

@@ -1,0 +1,775 @@
+"""What DSpine's own operations cost next to the backbone, on one GPU, with random weights in the shape of Qwen3-8B.
+
+    python examples/benchmark_kernels.py --output examples/results/kernels_h200.json --plot examples/results/kernels_h200.png
+
+Every number of a run comes from one process. Serving is timed as CUDA graphs, whose replays are interleaved so that a drifting clock
+meets all variants alike; the cost of the injections inside the draft pass is the difference between the pass with and without them,
+which leaves no weights in the cache that a real pass would have pushed out. `--sweep` times other tile sizes instead.
+
+A section that fails is recorded with its error, and the others go on.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+
+# a fresh cache: the first call's compile time belongs to the figures
+os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="dspine-triton-"))
+
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+
+from dspine.modeling_dspine import reference_dspine as reference
+
+
+EPS = 1e-6
+START = time.perf_counter()
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file with all figures")
+    parser.add_argument("--plot", type=Path, help="PNG file (needs matplotlib)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument(
+        "--budget", type=float, default=210, help="seconds after which comparisons with torch.compile are left out"
+    )
+    parser.add_argument(
+        "--sweep", nargs="?", const="", help="time other tile sizes instead, of tables whose name contains this"
+    )
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the script")
+    return parser.parse_args()
+
+
+def make_shape(tiny: bool) -> SimpleNamespace:
+    if tiny:
+        sizes = {
+            "d": 256,
+            "intermediate": 512,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 64,
+            "V": 5000,
+            "r": 64,
+            "verifier_layers": 3,
+        }
+        return SimpleNamespace(**sizes, B=16, K=16, L=2, context=128, training_blocks=32)
+    sizes = {"d": 4096, "intermediate": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "V": 151936, "r": 256}
+    return SimpleNamespace(**sizes, verifier_layers=36, B=16, K=16, L=5, context=1024, training_blocks=1536)
+
+
+def normal(*shape, scale=0.02, mean=0.0):
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(mean, scale)
+
+
+# --- timing ---------------------------------------------------------------------------------------------------------------------
+
+
+def capture(function, unroll: int = 1) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        for _ in range(unroll):
+            function()
+    return graph
+
+
+def interleaved_times(launches: dict, rounds: int = 15, target_ms: float = 4.0) -> dict:
+    """Median microseconds of every launch, measured in turn, round after round."""
+    samples, repeats = {name: [] for name in launches}, {}
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def measure(launch, times):
+        start.record()
+        for _ in range(times):
+            launch()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / times
+
+    for name, launch in launches.items():
+        measure(launch, 2)
+        repeats[name] = max(2, min(200, round(target_ms * 1e3 / measure(launch, 2))))
+    for _ in range(rounds):
+        for name, launch in launches.items():
+            samples[name].append(measure(launch, repeats[name]))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def graph_times(functions: dict, unroll: int = 1, **kwargs) -> dict:
+    graphs = {name: capture(function, unroll) for name, function in functions.items()}
+    return {
+        name: us / unroll for name, us in interleaved_times({n: g.replay for n, g in graphs.items()}, **kwargs).items()
+    }
+
+
+# --- the model ------------------------------------------------------------------------------------------------------------------
+
+
+class Backbone:
+    """Decoder layers like Qwen3's over a context that is already in the key/value buffers, plus output embeddings."""
+
+    def __init__(self, shape, layers: int, head: torch.Tensor):
+        self.shape, self.head = shape, head
+        d, hd = shape.d, shape.head_dim
+        qkv = (shape.heads + 2 * shape.kv_heads) * hd
+        self.layers = [
+            (
+                normal(d, scale=0.1, mean=1.0),
+                normal(qkv, d),
+                normal(hd, scale=0.1, mean=1.0),
+                normal(hd, scale=0.1, mean=1.0),
+                normal(d, shape.heads * hd),
+                normal(d, scale=0.1, mean=1.0),
+                normal(2 * shape.intermediate, d),
+                normal(d, shape.intermediate),
+            )
+            for _ in range(layers)
+        ]
+        self.norm = normal(d, scale=0.1, mean=1.0)
+        position = torch.arange(shape.context, shape.context + shape.B, device="cuda")[:, None]
+        angle = position / 1e6 ** (torch.arange(0, hd, 2, device="cuda") / hd)
+        self.cos, self.sin = angle.cos().repeat(1, 2).bfloat16(), angle.sin().repeat(1, 2).bfloat16()
+        self.run_layer = self.layer
+
+    def set_batch(self, N: int) -> None:
+        s = self.shape
+        length = s.context + s.B
+        self.caches = [normal(2, N, s.kv_heads, length, s.head_dim, scale=1.0) for _ in self.layers]
+
+    def layer(self, x, cache, norm1, qkv, q_norm, k_norm, o, norm2, gate_up, down):
+        s = self.shape
+        N, B, d = x.shape
+        heads = F.linear(F.rms_norm(x, (d,), norm1, EPS), qkv).view(N, B, -1, s.head_dim).transpose(1, 2)
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+        q, k = F.rms_norm(q, (s.head_dim,), q_norm, EPS), F.rms_norm(k, (s.head_dim,), k_norm, EPS)
+        q, k = self.rotate(q), self.rotate(k)
+        cache[0, :, :, s.context :].copy_(k)
+        cache[1, :, :, s.context :].copy_(v)
+        # queries of one group side by side attend to their common keys; a block's mask would not change the cost
+        q = q.reshape(N, s.kv_heads, -1, s.head_dim)
+        a = F.scaled_dot_product_attention(q, cache[0], cache[1]).reshape(N, s.heads, B, s.head_dim)
+        x = x + F.linear(a.transpose(1, 2).reshape(N, B, -1), o)
+        gate, up = F.linear(F.rms_norm(x, (d,), norm2, EPS), gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, down)
+
+    def rotate(self, x):
+        half = x.shape[-1] // 2
+        return x * self.cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * self.sin
+
+    def logits(self, x):
+        return F.linear(F.rms_norm(x, (self.shape.d,), self.norm, EPS), self.head)
+
+
+class Drafter:
+    """A DFlash draft pass, and the same with DSpine's operations, whose implementation is an argument."""
+
+    def __init__(self, shape, head):
+        self.shape, self.backbone = shape, Backbone(shape, shape.L, head)
+        d, r = shape.d, shape.r
+        self.injections = [
+            (normal(d, scale=0.1, mean=1.0), normal(r, d), normal(d, 2 * r), normal(d), normal(d, r))
+            for _ in range(shape.L)
+        ]
+        self.table = reference.rms(normal(shape.V, r, scale=1.0), EPS)
+
+    def set_batch(self, N: int) -> None:
+        s = self.shape
+        self.backbone.set_batch(N)
+        self.x = normal(N, s.B, s.d, scale=1.0)
+        self.anchor = reference.rms(normal(N, s.r, scale=1.0), EPS)
+        # half of the rows greedy, half sampled
+        self.temperature = torch.tensor([0.0, 1.0], device="cuda").repeat(N)[:N].contiguous()
+        self.uniforms = torch.rand(N, s.B - 1, device="cuda")
+
+    def draft(self, inject=None):
+        x, features = self.x, None
+        for weights, cache, injection in zip(self.backbone.layers, self.backbone.caches, self.injections):
+            before = x = self.backbone.run_layer(x, cache, *weights)
+            if inject is not None:
+                x, features = inject(x, self.anchor, *injection, EPS)
+        return before, features, self.backbone.logits(x[:, 1:])
+
+    def inject_all(self, inject):
+        for injection in self.injections:
+            out = inject(self.x, self.anchor, *injection, EPS)
+        return out
+
+    def cache_arguments(self, before, features, candidates):
+        norm_weight, _, *gate_and_write = self.injections[-1]
+        head = self.backbone.head
+        return (
+            before[:, 1:],
+            features[:, 1:],
+            self.anchor,
+            candidates,
+            self.table,
+            head,
+            self.backbone.norm,
+            *gate_and_write,
+            EPS,
+        )
+
+    def tail(self, ops, before, features, logits):
+        _, candidates = ops.select_candidates(logits, self.shape.K)
+        scores = ops.transition_cache(*self.cache_arguments(before, features, candidates))
+        return ops.walk_transition_cache(scores, candidates, self.temperature, self.uniforms)
+
+
+def kernel_operations() -> SimpleNamespace:
+    from dspine.kernels.injection import gated_adjacent_injection
+    from dspine.kernels.select_candidates import select_candidates
+    from dspine.kernels.transition_cache import transition_cache
+    from dspine.kernels.walk_transition_cache import walk_transition_cache
+
+    return SimpleNamespace(
+        gated_adjacent_injection=gated_adjacent_injection,
+        select_candidates=select_candidates,
+        transition_cache=transition_cache,
+        walk_transition_cache=walk_transition_cache,
+    )
+
+
+# --- floors ---------------------------------------------------------------------------------------------------------------------
+
+
+def serving_work(shape, N: int) -> dict:
+    """Fewest bytes (each input read and each output written once) and floating-point operations of every operation."""
+    d, r, K, V, B = shape.d, shape.r, shape.K, shape.V, shape.B
+    M, T = N * B, B - 1
+    weights = 4 * r * d * 2
+    neighbours = N * T * K
+    cache_flops = 2 * neighbours * 2 * r * d + 2 * N * T * r * d + 2 * neighbours * K * d
+    return {
+        "injection": {"bytes": weights + 2 * (2 * M * d + M * r), "flops": 2 * M * 4 * r * d},
+        "select_candidates": {"bytes": 2 * N * T * V, "flops": 0},
+        "transition_cache": {"bytes": 2 * (3 * r * d + neighbours * (d + r) + N * T * d), "flops": cache_flops},
+        "walk_transition_cache": {"bytes": 2 * neighbours * K + 4 * neighbours, "flops": 0},
+    }
+
+
+def backward_work(shape, M: int) -> dict:
+    """Recomputing the gate takes three products of M x r x d, its backward six, the feature's two."""
+    d, r = shape.d, shape.r
+    return {"bytes": 2 * (3 * M * d + 2 * M * r + 2 * 4 * r * d), "flops": 2 * M * r * d * 11}
+
+
+def against_floor(us: float, work: dict, ceilings: dict) -> dict:
+    bytes_us = work["bytes"] / ceilings["copy_bytes_per_s"] * 1e6
+    flops_us = work["flops"] / ceilings["matmul_flops_per_s"] * 1e6
+    return {
+        "us": us,
+        "memory_floor_us": bytes_us,
+        "arithmetic_floor_us": flops_us,
+        "times_floor": us / max(bytes_us, flops_us),
+        "achieved_TB_per_s": work["bytes"] / us / 1e6,
+        "achieved_TFLOP_per_s": work["flops"] / us / 1e6,
+    }
+
+
+# --- sections -------------------------------------------------------------------------------------------------------------------
+
+
+def measure_ceilings(report, shape, args):
+    source = torch.empty(2**24 if args.tiny else 2**30, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    size = 1024 if args.tiny else 8192
+    a, b = normal(size, size, scale=1.0), normal(size, size, scale=1.0)
+    times = interleaved_times({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, rounds=7, target_ms=20)
+    report["ceilings"] = {
+        "copy_bytes_per_s": 2 * source.numel() * 2 / times["copy"] * 1e6,
+        "matmul_flops_per_s": 2 * size**3 / times["matmul"] * 1e6,
+    }
+
+
+def measure_first_calls(report, shape, args):
+    """Import and compile time of every operation at batch 1, in a process whose Triton cache is empty."""
+    begin = time.perf_counter()
+    ops = kernel_operations()
+    report["first_call"] = {"import_s": time.perf_counter() - begin}
+    small = SimpleNamespace(**vars(shape) | {"L": 1})
+    drafter = Drafter(small, normal(shape.V, shape.d))
+    drafter.set_batch(1)
+    logits = normal(1, shape.B - 1, shape.V, scale=1.0)
+    with torch.no_grad():
+        candidates = logits.topk(shape.K).indices
+        features = reference.rms(normal(1, shape.B, shape.r, scale=1.0), EPS)
+        scores = normal(1, shape.B - 1, shape.K, shape.K, scale=1.0)
+        calls = {
+            "gated_adjacent_injection": lambda: drafter.inject_all(ops.gated_adjacent_injection),
+            "select_candidates": lambda: ops.select_candidates(logits, shape.K),
+            "transition_cache": lambda: ops.transition_cache(
+                *drafter.cache_arguments(drafter.x, features, candidates)
+            ),
+            "walk_transition_cache": lambda: ops.walk_transition_cache(
+                scores, candidates, drafter.temperature, drafter.uniforms
+            ),
+        }
+        for name, function in calls.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            report["first_call"][f"{name}_s"] = time.perf_counter() - begin
+
+
+def measure_serving(report, shape, args, drafter, N):
+    ops = kernel_operations()
+    drafter.set_batch(N)
+    out = report["serving"][str(N)] = {}
+    with torch.no_grad():
+        before, features, logits = drafter.draft(ops.gated_adjacent_injection)
+        _, candidates = ops.select_candidates(logits, shape.K)
+        cache_arguments = drafter.cache_arguments(before, features, candidates)
+        scores = ops.transition_cache(*cache_arguments)
+        features = features.clone()
+    check_agreement(out, shape, drafter, ops, before, logits)
+
+    from dspine.kernels import launch
+
+    functions = {
+        "draft": lambda: drafter.draft(),
+        "draft_with_injections": lambda: drafter.draft(ops.gated_adjacent_injection),
+    }
+    graphs = {name: capture(function) for name, function in functions.items()}
+    dependent_launch = launch._has_dependent_launch
+    launch._has_dependent_launch = lambda index: False
+    graphs["draft_with_injections_without_dependent_launch"] = capture(functions["draft_with_injections"])
+    launch._has_dependent_launch = dependent_launch
+    out["us"] = interleaved_times({name: graph.replay for name, graph in graphs.items()}, rounds=21, target_ms=8)
+    out["draft_compiled"] = drafter.backbone.run_layer != drafter.backbone.layer
+    graphs.clear()
+
+    alone = {
+        "injections_alone": lambda: drafter.inject_all(ops.gated_adjacent_injection),
+        "select_candidates": lambda: ops.select_candidates(logits, shape.K),
+        "transition_cache": lambda: ops.transition_cache(*cache_arguments),
+        "walk_transition_cache": lambda: ops.walk_transition_cache(
+            scores, candidates, drafter.temperature, drafter.uniforms
+        ),
+        "tail": lambda: drafter.tail(ops, before, features, logits),
+        "tail_dflash": lambda: logits.argmax(-1),
+    }
+    out["us"] |= graph_times(alone, unroll=4, rounds=9)
+
+    us = out["us"]
+    us["injections_in_draft"] = us["draft_with_injections"] - us["draft"]
+    out["injections_share"] = us["injections_in_draft"] / us["draft"]
+    out["tail_share"] = us["tail"] / us["draft"]
+    work = serving_work(shape, N)
+    out["floors"] = {
+        "injection": against_floor(us["injections_in_draft"] / shape.L, work["injection"], report["ceilings"]),
+        **{name: against_floor(us[name], work[name], report["ceilings"]) for name in list(work)[1:]},
+    }
+
+
+def check_agreement(out, shape, drafter, ops, before, logits):
+    """The kernels must agree with the references on this very data, or the times mean nothing."""
+    with torch.no_grad():
+        arguments = (before[:8], drafter.anchor[:8], *drafter.injections[-1], EPS)
+        actual, features = ops.gated_adjacent_injection(*arguments)
+        expected = reference.gated_adjacent_injection(
+            *[a.double() if isinstance(a, torch.Tensor) else a for a in arguments]
+        )[0]
+        values, candidates = ops.select_candidates(logits[:8], shape.K)
+        sorted_values, sorted_tokens = logits[:8].sort(dim=-1, descending=True, stable=True)
+        drafter_anchor, drafter.anchor = drafter.anchor, drafter.anchor[:8]
+        cache_arguments = drafter.cache_arguments(before[:8], features, candidates)
+        drafter.anchor = drafter_anchor
+        scores = ops.transition_cache(*cache_arguments)
+        expected_scores = reference.transition_cache(*cache_arguments)
+        tokens, _ = ops.walk_transition_cache(scores, candidates, drafter.temperature[:8], drafter.uniforms[:8])
+        expected_tokens, _ = reference.walk_transition_cache(
+            scores, candidates, drafter.temperature[:8], drafter.uniforms[:8]
+        )
+    out["agreement"] = {
+        "injection_relative_error": ((actual - expected).norm() / expected.norm()).item(),
+        "candidates_equal": torch.equal(candidates, sorted_tokens[..., : shape.K]),
+        "scores_relative_difference": (
+            (scores - expected_scores).float().norm() / expected_scores.float().norm()
+        ).item(),
+        "tokens_equal": torch.equal(tokens, expected_tokens),
+    }
+
+
+def measure_references(report, shape, args, drafter, N, compiled):
+    """The references, eager or under torch.compile, in CUDA graphs as well."""
+    names = list(reference.REFERENCES)
+    functions = [reference.REFERENCES[name] for name in names]
+    if compiled:
+        torch._dynamo.reset()
+        functions = [torch.compile(function, dynamic=False) for function in functions]
+    ops, suffix = SimpleNamespace(**dict(zip(names, functions))), "compiled" if compiled else "eager"
+    drafter.set_batch(N)
+    logits = normal(N, shape.B - 1, shape.V, scale=1.0)
+    candidates = logits.topk(shape.K).indices
+    features = reference.rms(normal(N, shape.B, shape.r, scale=1.0), EPS)
+    scores = normal(N, shape.B - 1, shape.K, shape.K, scale=1.0)
+    cases = {
+        "injections_alone": lambda: drafter.inject_all(ops.gated_adjacent_injection),
+        "select_candidates": lambda: ops.select_candidates(logits, shape.K),
+        "transition_cache": lambda: ops.transition_cache(*drafter.cache_arguments(drafter.x, features, candidates)),
+        "walk_transition_cache": lambda: ops.walk_transition_cache(
+            scores, candidates, drafter.temperature, drafter.uniforms
+        ),
+    }
+    for name, function in cases.items():
+        within = not compiled or time.perf_counter() - START < args.budget
+        times = graph_times({name: function}, unroll=2, rounds=7) if within else {name: None}
+        report["serving"][str(N)]["us"][f"{name}_{suffix}"] = times[name]
+
+
+def measure_training(report, shape, args):
+    """Forward and backward of one injection at a training step's number of slots."""
+    ops = kernel_operations()
+    M = shape.training_blocks * shape.B
+    inputs = [
+        normal(shape.training_blocks, shape.B, shape.d, scale=1.0),
+        reference.rms(normal(shape.training_blocks, shape.r, scale=1.0), EPS),
+        normal(shape.d, scale=0.1, mean=1.0),
+        normal(shape.r, shape.d),
+        normal(shape.d, 2 * shape.r),
+        normal(shape.d),
+        normal(shape.d, shape.r),
+    ]
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    grads = [
+        torch.randn_like(inputs[0]),
+        torch.randn(shape.training_blocks, shape.B, shape.r, device="cuda").bfloat16(),
+    ]
+    variants = {"triton": ops.gated_adjacent_injection, "eager": reference.gated_adjacent_injection}
+    if time.perf_counter() - START < args.budget:
+        variants["compiled"] = torch.compile(reference.gated_adjacent_injection, dynamic=False)
+    # the backward is timed again and again on one graph
+    torch._functorch.config.donated_buffer = False
+    launches = {}
+    for name, function in variants.items():
+        outputs = function(*inputs, EPS)
+        launches[f"{name}_forward"] = lambda function=function: function(*inputs, EPS)
+        launches[f"{name}_backward"] = lambda outputs=outputs: torch.autograd.grad(
+            outputs, inputs, grads, retain_graph=True
+        )
+    times = interleaved_times(launches, rounds=7, target_ms=10)
+    forward = {
+        "bytes": serving_work(shape, shape.training_blocks)["injection"]["bytes"],
+        "flops": 2 * M * 4 * shape.r * shape.d,
+    }
+    report["training"] = {
+        "slots": M,
+        "us": times,
+        "forward": against_floor(times["triton_forward"], forward, report["ceilings"]),
+        "backward": against_floor(times["triton_backward"], backward_work(shape, M), report["ceilings"]),
+    }
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            launches["triton_forward"]()
+            launches["triton_backward"]()
+        torch.cuda.synchronize()
+    rows = [(event.key[:80], event.device_time_total / 3) for event in profile.key_averages()]
+    report["training"]["kernels_us"] = dict(sorted(rows, key=lambda row: -row[1])[:16])
+
+
+def measure_rounds(report, shape, args, drafter):
+    """Draft pass, choice of tokens and verification of 16 tokens a row by a target of the drafter's layers."""
+    ops = kernel_operations()
+    verifier = Backbone(shape, shape.verifier_layers, drafter.backbone.head)
+    verifier.run_layer = drafter.backbone.run_layer
+
+    def verify():
+        x = drafter.x
+        for weights, cache in zip(verifier.layers, verifier.caches):
+            x = verifier.run_layer(x, cache, *weights)
+        return verifier.logits(x).argmax(-1)
+
+    def dflash():
+        drafter.draft()[2].argmax(-1)
+        verify()
+
+    def dspine():
+        drafter.tail(ops, *drafter.draft(ops.gated_adjacent_injection))
+        verify()
+
+    report["rounds"] = {}
+    for N in [n for n in args.batches if n <= 8]:
+        drafter.set_batch(N)
+        verifier.set_batch(N)
+        us = graph_times({"dflash": dflash, "dspine": dspine}, rounds=15, target_ms=20)
+        report["rounds"][str(N)] = {"us": us, "extra": us["dspine"] / us["dflash"] - 1}
+
+
+# --- tile sizes -----------------------------------------------------------------------------------------------------------------
+
+
+def sweep(report, shape, args):
+    """Times candidates for the tables in `kernels/`, best first."""
+    from dspine.kernels import injection, transition_cache
+    from dspine.kernels.injection import BackwardConfig, ForwardConfig, Tile
+    from dspine.kernels.transition_cache import TransitionConfig
+
+    ops = kernel_operations()
+    whole = shape.r
+    # weights of more layers than fit the second-level cache, since a backbone's layers would have emptied it
+    shape.L = 16
+    drafter = Drafter(shape, normal(shape.V, shape.d))
+    results = report["sweep"] = {}
+
+    def rank(name, module, attribute, configs, function):
+        if args.sweep not in name:
+            return
+        original, times = getattr(module, attribute), {}
+        for config in configs:
+            setattr(module, attribute, lambda *a, config=config: config)
+            try:
+                times[repr(config)] = function()
+            except Exception as error:  # too much shared memory, for one
+                times[repr(config)] = float("inf")
+                print(f"  {config}: {type(error).__name__}: {str(error)[:80]}")
+        setattr(module, attribute, original)
+        times["table"] = function()
+        results[name] = dict(sorted(times.items(), key=lambda item: item[1]))
+        print(name, *[f"\n  {us:9.2f} us  {config}" for config, us in list(results[name].items())[:6]], flush=True)
+
+    def injections():
+        return (
+            graph_times({"x": lambda: drafter.inject_all(ops.gated_adjacent_injection)}, unroll=2, rounds=5)["x"]
+            / shape.L
+        )
+
+    parts = [
+        ForwardConfig("parts", splits, Tile(16, br, bd, w, s), gate)
+        for splits, (br, bd, w, s) in itertools.product((2, 4, 8), ((16, 256, 4, 4), (16, 128, 4, 6), (32, 128, 4, 4)))
+        for gate in (Tile(16, whole, 32, 8, 1), Tile(16, whole, 32, 4, 1), Tile(16, whole, 16, 4, 1))
+    ]
+    scaled_small = [
+        ForwardConfig("scaled", 1, Tile(16, 16, 256, 4, s), Tile(16, 64, bd, 4, 4)) for s in (3, 5) for bd in (16, 32)
+    ]
+    middle = [
+        ForwardConfig("parts", splits, feature, gate)
+        for splits in (2, 4)
+        for feature in (Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 4, 3))
+        for gate in (Tile(32, whole, 64, 8, 1), Tile(32, whole, 32, 8, 1), Tile(16, whole, 64, 8, 1))
+    ] + [
+        ForwardConfig("scaled", 1, feature, gate)
+        for feature in (Tile(16, 16, 256, 4, 4), Tile(32, 16, 128, 4, 5), Tile(32, 32, 128, 4, 4))
+        for gate in (Tile(32, 64, 32, 4, 4), Tile(64, 64, 32, 4, 3), Tile(64, 64, 64, 4, 3), Tile(128, 64, 32, 8, 3))
+    ]
+    large = [
+        ForwardConfig("scaled", 1, feature, gate)
+        for feature in (Tile(64, 64, 64, 4, 4), Tile(64, 32, 64, 4, 5), Tile(64, 64, 128, 4, 3))
+        for gate in (Tile(128, 32, 64, 8, 3), Tile(64, 32, 64, 4, 4), Tile(128, 64, 64, 8, 3), Tile(64, 64, 128, 8, 3))
+    ]
+    for N, configs in ((1, parts + scaled_small), (8, middle), (64, large)):
+        drafter.set_batch(N)
+        rank(f"injection N={N}", injection, "forward_config", configs, injections)
+
+    def caches(N):
+        drafter.set_batch(N)
+        candidates = torch.randint(shape.V, (N, shape.B - 1, shape.K), device="cuda")
+        features = reference.rms(normal(N, shape.B, shape.r, scale=1.0), EPS)
+        arguments = drafter.cache_arguments(drafter.x, features, candidates)
+        return lambda: graph_times({"x": lambda: ops.transition_cache(*arguments)}, unroll=2, rounds=5)["x"]
+
+    tiles = [
+        (4, 64, 4, 2),
+        (4, 32, 4, 2),
+        (4, 32, 4, 3),
+        (8, 32, 8, 2),
+        (8, 32, 8, 3),
+        (8, 64, 8, 2),
+        (8, 64, 8, 1),
+        (8, 64, 4, 2),
+    ]
+    for N, splits in ((1, (16, 32)), (8, (2, 4, 8)), (64, (1, 2))):
+        configs = [TransitionConfig(bs, bd, whole, n, w, s) for bs, bd, w, s in tiles for n in splits]
+        chunked = [TransitionConfig(8, bd, 64, n, 8, s) for bd, s in ((64, 3), (128, 3)) for n in splits]
+        rank(f"transition_cache N={N}", transition_cache, "transition_config", configs + chunked, caches(N))
+
+    M = shape.training_blocks
+    x = normal(M, shape.B, shape.d, scale=1.0)
+    anchor, weights = reference.rms(normal(M, shape.r, scale=1.0), EPS), drafter.injections[0]
+
+    def forward():
+        with torch.no_grad():
+            return interleaved_times({"x": lambda: ops.gated_adjacent_injection(x, anchor, *weights, EPS)}, rounds=5)[
+                "x"
+            ]
+
+    training = [
+        ForwardConfig("normalised", 1, Tile(bm, whole, bd, w, s), gate)
+        for bm, bd, w, s in ((128, 32, 8, 4), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 8, 3))
+        for gate in (
+            Tile(128, 32, 128, 8, 3),
+            Tile(128, 32, 64, 4, 3),
+            Tile(128, 64, 64, 8, 3),
+            Tile(128, 64, 128, 8, 2),
+        )
+    ]
+    rank("injection training", injection, "forward_config", training, forward)
+    arguments = [tensor.detach().requires_grad_() for tensor in (x, anchor, *weights)]
+    outputs = ops.gated_adjacent_injection(*arguments, EPS)
+    grads = [torch.randn_like(output) for output in outputs]
+
+    def backward():
+        call = {"x": lambda: torch.autograd.grad(outputs, arguments, grads, retain_graph=True)}
+        return interleaved_times(call, rounds=5)["x"]
+
+    tiles = (Tile(128, 32, 128, 8, 3), Tile(128, 32, 64, 4, 3), Tile(128, 64, 64, 8, 3), Tile(128, 64, 128, 8, 2))
+    rank(
+        "injection backward",
+        injection,
+        "backward_config",
+        [BackwardConfig(a, b) for a in tiles for b in tiles],
+        backward,
+    )
+
+
+# --- output ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_section(report, name, function, *arguments):
+    begin = time.perf_counter()
+    try:
+        function(report, *arguments)
+    except Exception as error:
+        report["errors"][name] = "".join(traceback.format_exception(error))[-3000:]
+        print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    finally:
+        torch.cuda.empty_cache()
+        report["section_s"][name] = time.perf_counter() - begin
+
+
+def print_table(report):
+    ceilings = report.get("ceilings")
+    if ceilings:
+        copy, matmul = ceilings["copy_bytes_per_s"] / 1e12, ceilings["matmul_flops_per_s"] / 1e12
+        print(f"\n{report['device']}: copy {copy:.2f} TB/s, matmul {matmul:.0f} TFLOP/s")
+    print("first call:", {name: round(value, 2) for name, value in report.get("first_call", {}).items()})
+    for N, out in report["serving"].items():
+        us = {name: value for name, value in out.get("us", {}).items() if value is not None}
+        if "injections_in_draft" not in us:
+            continue
+        print(f"\nbatch {N}: draft pass {us['draft']:.1f} us; agreement {out['agreement']}")
+        print(
+            f"  five injections {us['injections_in_draft']:.1f} us = {out['injections_share']:.2%} (goal 3 %)",
+            end="; ",
+        )
+        print(f"tail {us['tail']:.1f} us = {out['tail_share']:.2%} (goal 100 us at batch 1, 5 % at 64)")
+        for name in (
+            "draft_with_injections",
+            "draft_with_injections_without_dependent_launch",
+        ):
+            print(f"  {name}: {us[name]:.1f}", end="")
+        print("\n  " + ", ".join(f"{name} {value:.1f}" for name, value in us.items() if not name.startswith("draft")))
+        for name, floor in out["floors"].items():
+            print(
+                f"  {name:22s} {floor['us']:8.1f} us, {floor['times_floor']:5.1f}x floor ({floor['memory_floor_us']:.1f} memory,"
+                f" {floor['arithmetic_floor_us']:.1f} arithmetic), {floor['achieved_TB_per_s']:.2f} TB/s, {floor['achieved_TFLOP_per_s']:.0f} TFLOP/s"
+            )
+    if "training" in report:
+        training = report["training"]
+        print(
+            f"\ntraining, {training['slots']} slots:", {name: round(value) for name, value in training["us"].items()}
+        )
+        for name in ("forward", "backward"):
+            floor = training[name]
+            print(
+                f"  {name}: {floor['us']:.0f} us, memory floor {floor['memory_floor_us']:.0f}, arithmetic floor {floor['arithmetic_floor_us']:.0f}"
+            )
+        print("  kernels:", {name[:48]: round(value) for name, value in training["kernels_us"].items()})
+    for N, out in report.get("rounds", {}).items():
+        print(
+            f"round at batch {N}: DFlash {out['us']['dflash']:.0f} us, DSpine {out['us']['dspine']:.0f} us: {out['extra']:+.2%} (goal +1.5 %)"
+        )
+    print("errors:", {name: text.strip().splitlines()[-1][:200] for name, text in report["errors"].items()} or "none")
+    print("seconds:", {name: round(value) for name, value in report["section_s"].items()})
+
+
+def plot(report, path: Path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    batches = [N for N, out in report["serving"].items() if "injections_share" in out]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
+    for axis, (name, goal, title) in zip(
+        axes, (("injections", 3, "five injections"), ("tail", 5, "choice of tokens"))
+    ):
+        axis.bar(batches, [100 * report["serving"][N][f"{name}_share"] for N in batches], color="#4C72B0", width=0.5)
+        axis.axhline(goal, color="#C44E52", linestyle="--", linewidth=1, label=f"goal {goal} %")
+        axis.set_title(title)
+        axis.set_xlabel("batch")
+        axis.set_ylabel("% of the draft pass")
+        axis.legend()
+    figure.suptitle(f"DSpine's own operations, {report['device']}")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    args = parse_arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    torch.manual_seed(0)
+    import triton
+
+    shape = make_shape(args.tiny)
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "shape": vars(shape),
+        "serving": {},
+        "errors": {},
+        "section_s": {},
+    }
+    if args.sweep is not None:
+        run_section(report, "sweep", sweep, shape, args)
+    else:
+        run_section(report, "first_calls", measure_first_calls, shape, args)
+        run_section(report, "ceilings", measure_ceilings, shape, args)
+        drafter = Drafter(shape, normal(shape.V, shape.d))
+
+        def compile_layer(report):
+            # the strongest baseline: the backbone's small operations fused
+            compiled = torch.compile(drafter.backbone.layer, dynamic=False)
+            drafter.set_batch(args.batches[0])
+            with torch.no_grad():
+                compiled(drafter.x, drafter.backbone.caches[0], *drafter.backbone.layers[0])
+            drafter.backbone.run_layer = compiled
+
+        run_section(report, "compile_layer", compile_layer)
+        for N in args.batches:
+            run_section(report, f"serving_{N}", measure_serving, shape, args, drafter, N)
+            run_section(report, f"eager_{N}", measure_references, shape, args, drafter, N, False)
+        run_section(report, "training", measure_training, shape, args)
+        run_section(report, "rounds", measure_rounds, shape, args, drafter)
+        for N in args.batches:
+            run_section(report, f"compiled_{N}", measure_references, shape, args, drafter, N, True)
+    report["total_s"] = time.perf_counter() - START
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(report, indent=1, default=dataclasses.asdict) + "\n")
+    if args.plot and args.sweep is None:
+        run_section(report, "plot", plot, args.plot)
+    if args.sweep is None:
+        print_table(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Training of DSpine drafters with `transformers.Trainer`. Needs `pip install dspine[train]`."""
+
+from .arguments import DataArguments, DrafterArguments, RunArguments, build_drafter, parse_arguments
+from .data import EpochSampler, PackedDataset, TokenSequences, from_records, load_token_sequences
+from .estimate import estimate
+from .initialization import start_from_drafter, start_from_target_layers
+from .metrics import WalkStatistics, walk_dataset
+from .objective import DSpineObjective, LossArguments
+from .trainer import DSpineTrainer, TargetRunner, TimeLimitCallback, export_drafter
+
+
+__all__ = [
+    "DSpineObjective",
+    "DSpineTrainer",
+    "DataArguments",
+    "DrafterArguments",
+    "EpochSampler",
+    "LossArguments",
+    "PackedDataset",
+    "RunArguments",
+    "TargetRunner",
+    "TimeLimitCallback",
+    "TokenSequences",
+    "WalkStatistics",
+    "build_drafter",
+    "estimate",
+    "export_drafter",
+    "from_records",
+    "load_token_sequences",
+    "parse_arguments",
+    "start_from_drafter",
+    "start_from_target_layers",
+    "walk_dataset",
+]
