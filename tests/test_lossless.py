@@ -106,10 +106,11 @@ def test_fourteen_prompts(smollm2_target, prompts, batch_size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch_size", [1, 35])
+@pytest.mark.parametrize("batch_size", [1, 14])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_seventy_prompts_on_a_gpu(smollm2_target, prompts, dtype, batch_size):
+    """All seventy in ragged batches of fourteen, one of each set alone."""
     target = copy.deepcopy(smollm2_target[0]).to("cuda", dtype)
-    chosen = prompts if dtype == torch.float32 or batch_size > 1 else prompts[::5]
-    accepted = check_lossless(target, chosen, batch_size)
-    print(f"{dtype}, batches of {batch_size}: accepted length of {['untrained', 'shipped'][: len(accepted)]} = {accepted}")
+    accepted = check_lossless(target, prompts if batch_size > 1 else prompts[::10], batch_size)
+    names = ["untrained", "shipped"][: len(accepted)]
+    print(f"{dtype}, batches of {batch_size}: accepted length {dict(zip(names, accepted))}")
