@@ -1,6 +1,7 @@
 """Configuration of a DSpine drafter: its own shape, the target it was made for, and the method's switches."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -73,7 +74,8 @@ class DSpineConfig(PreTrainedConfig):
         supervision_weight (`float`): its weight in the loss [lambda].
 
     Raises:
-        ValueError: a value that no drafter could work with; the message names the field, the expectation and the value.
+        huggingface_hub.errors.StrictDataclassError: a value that no drafter could work with; the message names the field, the
+            expectation and the value.
     """
 
     model_type = "dspine"
@@ -274,7 +276,7 @@ class DSpineConfig(PreTrainedConfig):
             "output_multiplier": _output_multiplier(text),
             "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
             "target_model_type": text.model_type,
-            "target_name_or_path": getattr(target_config, "name_or_path", None) or None,
+            "target_name_or_path": _public_name(getattr(target_config, "name_or_path", None)),
             "target_chat_template_hash": cls.chat_template_hash(getattr(tokenizer, "chat_template", None)),
         }
         fields["mask_token_id"] = mask_token_id if mask_token_id is not None else _find_mask_id(text, tokenizer)
@@ -305,6 +307,11 @@ class DSpineConfig(PreTrainedConfig):
         fields |= {k: nested[k] for k in DFLASH_KEYS if nested.get(k) is not None}
         fields["transfer_rank"] = min(128 if fields["hidden_size"] < 2048 else 256, fields["hidden_size"])
         return cls(**(fields | overrides))
+
+
+def _public_name(name: str | None) -> str | None:
+    """A Hub id as it is, a folder by its last part: paths of one machine mean nothing on another."""
+    return (Path(name).name if Path(name).is_absolute() or Path(name).is_dir() else name) if name else None
 
 
 def _first(value):

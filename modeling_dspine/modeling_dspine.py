@@ -241,9 +241,8 @@ class DSpineModel(DSpinePreTrainedModel):
         stored = config.uses_transfer_space and config.store_transfer_table
         table = torch.zeros(config.vocab_size, config.transfer_rank) if stored else None
         self.register_buffer("transfer_table", table, persistent=stored)
-        self._table_is_current = (
-            stored  # a stored table comes with the checkpoint; a new one is computed by `bind_target`
-        )
+        # a stored table comes with the checkpoint, a new one is computed when it is first needed after binding
+        self._table_is_current = False
         self._binding: TargetBinding | None = None
         self.gradient_checkpointing = False
         self.post_init()
@@ -264,17 +263,19 @@ class DSpineModel(DSpinePreTrainedModel):
         Raises:
             ValueError: the target does not fit, or its head cannot be read and the checkpoint holds no transfer table.
         """
-        self._binding = bind(self.config, target, tokenizer)
-        for warning in self._binding.warnings:
+        binding = bind(self.config, target, tokenizer)
+        head_weight = binding.head_weight
+        if self.transfer is not None and head_weight is None:
+            if init_transfer or not (self.config.store_transfer_table and self._table_is_current):
+                raise ValueError(
+                    "the target's output head is quantised or sharded, so the transfer table cannot be computed from it; load a drafter "
+                    "saved with store_transfer_table=True (bind it to the unquantised target once and save it)"
+                )
+        self._binding = binding
+        for warning in binding.warnings:
             logger.warning(warning)
-        if self.transfer is None:
-            return self._binding
-        head_weight = self._binding.head_weight
-        if head_weight is None and not (self.config.store_transfer_table and self._table_is_current):
-            raise ValueError(
-                "the target's output head is quantised or sharded, so the transfer table cannot be computed from it; load a drafter "
-                "saved with store_transfer_table=True (bind it to the unquantised target once and save it)"
-            )
+        if self.transfer is None or head_weight is None:
+            return binding
         if init_transfer and self.config.transfer_init == "pca":
             weight, kept = whitening_map(head_weight, self.config.transfer_rank)
             with torch.no_grad():
@@ -282,9 +283,8 @@ class DSpineModel(DSpinePreTrainedModel):
             logger.info(
                 f"transfer space: rank {self.config.transfer_rank} keeps {kept:.1%} of the output embeddings' variance"
             )
-        if head_weight is not None:
-            self._table_is_current = False
-        return self._binding
+        self._table_is_current = False
+        return binding
 
     @property
     def binding(self) -> TargetBinding:

@@ -42,7 +42,7 @@ def tiny_drafter(target, seed=1, spread=0.3, **overrides):
     torch.manual_seed(seed)
     drafter = DSpineModel(DSpineConfig.from_target(target.config, **(fields | overrides))).eval()
     with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
+        for parameter in drafter.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, spread)
     drafter.bind_target(target, init_transfer=True)
