@@ -15,6 +15,7 @@ PACKAGES = {
     "dspine.modeling_dspine": "modeling_dspine",
     "dspine.kernels": "kernels",
     "dspine.integrations": "integrations",
+    "dspine.integrations.evaluation": "integrations/evaluation",
     "dspine.integrations.training": "integrations/training",
 }
 
@@ -65,9 +66,11 @@ setup(
     install_requires=[
         "huggingface_hub>=1.5",
         "numpy",
+        "packaging",
         "safetensors>=0.5",
         "torch>=2.11",
-        "transformers>=5.17,<6",
+        # the drafter needs 5.17, its configuration class 5.12: what the oldest supported SGLang pins (see modeling_dspine/__init__.py)
+        "transformers>=5.12.1,<6",
     ],
     extras_require=EXTRAS,
 )

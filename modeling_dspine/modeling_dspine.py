@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -27,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import ModelOutput, logging
 
+from .attention_masks_dspine import attention_masks
 from .configuration_dspine import DSpineConfig
 from .generation_dspine import dspine_generate
 from .hub_dspine import DSpineHubMixin
@@ -79,18 +79,6 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     q_embed = (q * cos[..., -q_len:, :]) + (rotate_half(q) * sin[..., -q_len:, :])
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
-
-
-def _flex_mask(visible: torch.Tensor):
-    """A dense mask `[batch or 1, 1, slots, length]` as a flex attention `BlockMask`."""
-    batch, _, slots, length = visible.shape
-    # compiled kernels evaluate whole tiles, beyond the mask's edge too
-    tiles = F.pad(visible[:, 0], (0, -length % 128, 0, -slots % 128))
-
-    def mask_mod(b, h, q, kv):
-        return tiles[b, q, kv]
-
-    return create_block_mask(mask_mod, B=batch, H=None, Q_LEN=slots, KV_LEN=length, device=visible.device)
 
 
 class DSpineAttention(nn.Module):
@@ -378,7 +366,7 @@ class DSpineModel(DSpinePreTrainedModel):
         if position_ids is None:
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(past, past + context.shape[1] + slots, device=context.device)[None]
-        masks = self._attention_masks(attention_mask, context.shape[1], slots, cache, noise_embeds)
+        masks = attention_masks(self, attention_mask, context.shape[1], slots, cache, noise_embeds)
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
         anchor_features = None
         if self.transfer is not None:
@@ -405,54 +393,6 @@ class DSpineModel(DSpinePreTrainedModel):
             features=features,
             layer_features=layer_features if output_features else None,
             cache=cache,
-        )
-
-    def _attention_masks(
-        self, attention_mask, new_context: int, slots: int, cache: Cache | None, like: torch.Tensor
-    ) -> list:
-        """One mask per layer, in the form the active attention implementation takes; None where everything is visible."""
-        if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
-            by_type = attention_mask if isinstance(attention_mask, dict) else {}
-            return [by_type.get(t, attention_mask) for t in self.config.layer_types]
-        made, masks = {}, []
-        for i, layer in enumerate(self.layers):
-            past = 0 if cache is None else cache.get_seq_length(i)
-            attn = layer.self_attn
-            key = (past, attn.sliding_window, attn.masks_future)
-            if key not in made:
-                made[key] = self._attention_mask(attention_mask, past, new_context, slots, attn, like)
-            masks.append(made[key])
-        return masks
-
-    def _attention_mask(
-        self, padding, past: int, new_context: int, slots: int, attn: DSpineAttention, like: torch.Tensor
-    ):
-        total = past + new_context + slots
-        if padding is not None and padding.shape[1] != total:
-            raise ValueError(
-                f"attention_mask must cover cache, new context and slots ({past} + {new_context} + {slots} columns), got {padding.shape[1]}"
-            )
-        window = attn.sliding_window
-        # a sliding cache layer hands back only the columns that some new position can still see
-        length = total if window is None else min(total, window - 1 + new_context + slots)
-        if padding is None and not attn.masks_future and (window is None or total <= window):
-            return None
-        keys = torch.arange(total - length, total, device=like.device)
-        ahead = keys[None, :] - torch.arange(total - slots, total, device=like.device)[:, None]
-        visible = torch.ones_like(ahead, dtype=torch.bool)
-        if attn.masks_future:
-            visible &= ahead <= 0
-        if window is not None:
-            visible &= ahead.abs() < window
-        visible = visible[None, None]
-        if padding is not None:
-            visible = visible & padding[:, None, None, -length:].to(like.device, torch.bool)
-        if self.config._attn_implementation == "sdpa":
-            return visible
-        if self.config._attn_implementation == "flex_attention":
-            return _flex_mask(visible)
-        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(
-            ~visible, torch.finfo(like.dtype).min
         )
 
     # ---- choosing tokens --------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ Imports nothing of the model, so that it runs with every Transformers release th
 import json
 
 import pytest
+import transformers
+from packaging.version import Version
 from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
@@ -331,3 +333,16 @@ def test_switches_decide_whether_there_is_a_transfer_space():
     assert small().uses_transfer_space
     assert small(injection=False).uses_transfer_space and small(injection=False).injection_layers == []
     assert not small(injection=False, refinement=False).uses_transfer_space
+
+
+def test_old_transformers_get_the_operations_but_not_the_model():
+    """Serving engines pin releases too old for the model; they still import the configuration and the operations."""
+    import dspine.modeling_dspine as package
+    from dspine.modeling_dspine.reference_dspine import REFERENCES
+
+    assert REFERENCES and package.DSpineConfig is DSpineConfig
+    if Version(transformers.__version__) < Version("5.17"):
+        with pytest.raises(ImportError, match="needs transformers 5.17"):
+            package.DSpineModel  # noqa: B018
+    else:
+        assert package.DSpineModel.config_class is DSpineConfig

@@ -1,7 +1,8 @@
 """Training of DSpine drafters with `transformers.Trainer`. Needs `pip install dspine[train]`."""
 
 from .arguments import DataArguments, DrafterArguments, RunArguments, build_drafter, parse_arguments
-from .data import EpochSampler, PackedDataset, TokenSequences, from_records, load_token_sequences
+from .conversations import ConversationEncoder, load_sequences, report_table
+from .data import EpochSampler, PackedDataset, TokenSequences, from_records
 from .estimate import estimate
 from .initialization import start_from_drafter, start_from_target_layers
 from .metrics import WalkStatistics, walk_dataset
@@ -10,6 +11,7 @@ from .trainer import DSpineTrainer, TargetRunner, TimeLimitCallback, export_draf
 
 
 __all__ = [
+    "ConversationEncoder",
     "DSpineObjective",
     "DSpineTrainer",
     "DataArguments",
@@ -26,8 +28,9 @@ __all__ = [
     "estimate",
     "export_drafter",
     "from_records",
-    "load_token_sequences",
+    "load_sequences",
     "parse_arguments",
+    "report_table",
     "start_from_drafter",
     "start_from_target_layers",
     "walk_dataset",

@@ -1,14 +1,14 @@
 """Token sequences in, packed rows out.
 
-A training sequence is a prompt and the target's own answer as token ids. `load_token_sequences` reads them, `PackedDataset` packs
-whole sequences into rows of one fixed length and draws the anchors. Both count what they leave out (`PackedDataset.report`).
+A training sequence is a prompt and the target's own answer as token ids. `load_sequences` (in `conversations.py`) reads them,
+`PackedDataset` packs whole sequences into rows of one fixed length and draws the anchors. Both count what they leave out
+(`PackedDataset.report`).
 """
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TokenSequences:
-    """Sequences with the positions that count as response. `loss_mask[i]` is True on response tokens; `sources` is optional."""
+    """Sequences with the positions that count as response. `loss_mask[i]` is True on response tokens; `sources` is optional,
+    `report` counts what reading them left out."""
 
     input_ids: list[np.ndarray] = field(default_factory=list)
     loss_mask: list[np.ndarray] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    report: Counter = field(default_factory=Counter)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -36,9 +38,21 @@ class TokenSequences:
         if not limit or limit >= len(self):
             return self
         chosen = [i * len(self) // limit for i in range(limit)]
-        return TokenSequences(
-            [self.input_ids[i] for i in chosen], [self.loss_mask[i] for i in chosen], [self.sources[i] for i in chosen]
-        )
+        parts = ([values[i] for i in chosen] for values in (self.input_ids, self.loss_mask, self.sources))
+        return TokenSequences(*parts, self.report)
+
+    def __iadd__(self, other: "TokenSequences") -> "TokenSequences":
+        self.input_ids += other.input_ids
+        self.loss_mask += other.loss_mask
+        self.sources += other.sources
+        self.report.update(other.report)
+        return self
+
+
+def main_reason(report: Counter) -> str:
+    """The most frequent `left_out_...` of a report."""
+    left_out = {name: count for name, count in report.items() if name.startswith("left_out")}
+    return max(left_out, key=left_out.get, default="no data")
 
 
 def from_records(records: Iterable[dict]) -> TokenSequences:
@@ -66,24 +80,6 @@ def from_records(records: Iterable[dict]) -> TokenSequences:
         result.input_ids.append(ids)
         result.loss_mask.append(mask)
         result.sources.append(str(record.get("source", "")))
-    return result
-
-
-def load_token_sequences(paths: str | Path | Sequence[str | Path]) -> TokenSequences:
-    """Reads parquet files with the columns of [`from_records`]."""
-    import pyarrow.parquet as parquet
-
-    result = TokenSequences()
-    for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        names = parquet.read_schema(path).names
-        wanted = [n for n in ("input_ids", "prompt_length", "loss_mask", "assistant_masks", "source") if n in names]
-        if "input_ids" not in wanted:
-            raise ValueError(f"{path} must have a column input_ids, got {names}")
-        columns = parquet.read_table(path, columns=wanted).to_pandas()
-        part = from_records(columns.to_dict("records"))
-        result.input_ids += part.input_ids
-        result.loss_mask += part.loss_mask
-        result.sources += part.sources
     return result
 
 
@@ -146,7 +142,8 @@ class PackedDataset(Dataset):
         self.pad_token_id = pad_token_id
         max_length = min(max_length or self.length, self.length)
         self.sequences = sequences
-        self.report: Counter = Counter(sequences=len(sequences))
+        self.report = Counter(sequences.report)
+        self.report["sequences"] = len(sequences)
         order = np.random.default_rng(seed).permutation(len(sequences)) if shuffle else np.arange(len(sequences))
         self.rows: list[list[tuple[int, int]]] = []  # per row: (sequence, tokens used)
         used = self.length
@@ -162,7 +159,9 @@ class PackedDataset(Dataset):
             self.report["tokens"] += size
         self.report["rows"] = len(self.rows)
         if not self.rows:
-            raise ValueError(f"no sequence can be trained on, got {dict(self.report)}")
+            raise ValueError(
+                f"no sequence can be trained on, mostly because of {main_reason(self.report)}, got {dict(self.report)}"
+            )
         logger.info(
             f"packed rows: {dict(self.report)}, {self.report['tokens'] / len(self.rows) / self.length:.1%} full"
         )
@@ -261,6 +260,6 @@ __all__ = [
     "anchor_positions",
     "draw_anchors",
     "from_records",
-    "load_token_sequences",
+    "main_reason",
     "single_row",
 ]
