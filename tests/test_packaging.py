@@ -118,7 +118,15 @@ def test_importing_the_kernel_registry_does_not_import_triton():
 
 @pytest.mark.parametrize("folder", ["configuration_dspine", "modeling_dspine"])
 def test_package_needs_no_extra(folder):
-    required = {"dspine", "huggingface_hub", "numpy", "safetensors", "torch", "transformers"} | sys.stdlib_module_names
+    required = {
+        "dspine",
+        "huggingface_hub",
+        "numpy",
+        "packaging",
+        "safetensors",
+        "torch",
+        "transformers",
+    } | sys.stdlib_module_names
     for path in (ROOT / folder).glob("*.py"):
         for node in ast.parse(path.read_text()).body:  # what is imported inside `try` or a function may be absent
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
