@@ -341,7 +341,9 @@ class DSpineModel(DSpinePreTrainedModel):
         context_hidden_states (`torch.Tensor` of shape `[batch_size, new_context, len(target_layer_ids) * hidden_size]`):
             Tapped target states of positions not yet in `cache`.
         anchor_ids (`torch.LongTensor` of shape `[batch_size, num_blocks]`, *optional*):
-            The anchors' token ids. Absent (in loops that only know embeddings), they are looked up in the bound target's table.
+            The anchors' token ids. Absent (in Transformers' own DFlash loop, which hands over embeddings and takes each slot's
+            token from the head's logits of `last_hidden_state`), they are looked up in the bound target's table, and the last
+            hidden states are those refined along the greedy walk, so that this loop drafts what `propose` would.
         attention_mask (*optional*):
             2D `[batch_size, cached + new_context + slots]` with zeros at columns to ignore; or a finished mask (4D tensor,
             flex `BlockMask`, or a dict of these by layer type).
@@ -368,7 +370,7 @@ class DSpineModel(DSpinePreTrainedModel):
             position_ids = torch.arange(past, past + context.shape[1] + slots, device=context.device)[None]
         masks = attention_masks(self, attention_mask, context.shape[1], slots, cache, noise_embeds)
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
-        anchor_features = None
+        anchor_features, knows_anchors = None, anchor_ids is not None
         if self.transfer is not None:
             if anchor_ids is None:
                 anchors = noise_embeds.view(batch, -1, block_size, width)[:, :, 0].flatten(0, 1)
@@ -387,13 +389,26 @@ class DSpineModel(DSpinePreTrainedModel):
                 hidden_states = written.view(batch, slots, width)
             if output_features:
                 layer_features += (features,)
-        return DSpineModelOutput(
+        outputs = DSpineModelOutput(
             last_hidden_state=self.norm(hidden_states),
             pre_write_hidden_state=pre_write,
             features=features,
             layer_features=layer_features if output_features else None,
             cache=cache,
         )
+        if self.config.refinement and not knows_anchors and not self.training and block_size == slots:
+            self._refine_along_walk(outputs, anchor_ids)
+        return outputs
+
+    def _refine_along_walk(self, outputs: DSpineModelOutput, anchor_ids: torch.LongTensor) -> None:
+        """Replaces the predicted slots' last hidden states by `f_k(token chosen to the left)` of the greedy walk."""
+        chosen = self.propose(outputs, anchor_ids).tokens
+        predecessors = self.token_features(torch.cat([anchor_ids[:, None], chosen[:, :-1]], dim=1))
+        module = self.injections[str(self.config.num_hidden_layers - 1)]
+        states, features = outputs.pre_write_hidden_state[:, 1:], outputs.features[:, 1:]
+        arguments = (states, features, predecessors.to(features.dtype), self.norm.weight)
+        refined = call("last_write_refinement", *arguments, **module.write_weights)
+        outputs.last_hidden_state = torch.cat([outputs.last_hidden_state[:, :1], refined], dim=1)
 
     # ---- choosing tokens --------------------------------------------------------------------------------------------------
 

@@ -209,6 +209,20 @@ def test_greedy_proposal_is_the_walk_over_refined_logits():
     assert torch.equal(drafter.propose(out, anchors).tokens, torch.stack(expected, dim=1))
 
 
+def test_embeddings_alone_draft_what_propose_would():
+    """Transformers' own DFlash loop knows no ids and takes the argmax of the last hidden states' logits."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, num_candidates=97)
+    taps, anchors = torch.randn(1, 5, 32 * len(drafter.config.target_layer_ids)), torch.tensor([3])
+    slots = torch.full((1, 6), MASK_ID)
+    slots[:, 0] = anchors
+    noise = target.get_input_embeddings()(slots)
+    with torch.no_grad():
+        expected = drafter.propose(drafter(noise, taps, anchors[:, None]), anchors).tokens
+        states = drafter(noise, taps).last_hidden_state
+    assert torch.equal(drafter.compute_logits(states[:, 1:]).argmax(-1), expected)
+
+
 def test_transfer_space_is_white_and_centred():
     weight = torch.randn(500, 16) @ torch.randn(16, 16) + torch.randn(16) * 3
     A, kept = whitening_map(weight, 12)
