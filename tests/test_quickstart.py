@@ -188,18 +188,11 @@ def test_block_size_is_limited_by_training(quickstart, smollm2_target):
         quickstart.load_drafter(None, target, tokenizer, 1000)
 
 
-def test_first_lines_of_the_readme_run(smollm2_target, tmp_path, capsys):
-    target, tokenizer = smollm2_target
+def test_first_lines_of_the_readme_run(smollm2_target, capsys, monkeypatch):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
-    folder = ROOT / "examples" / "smollm2-135m-dspine"
-    if not folder.is_dir():
-        config = DSpineConfig.from_target(target.config, mask_token_id=16, num_hidden_layers=1)
-        folder = tmp_path
-        DSpineModel(config).save_pretrained(folder)
-    assert '"examples/smollm2-135m-dspine"' in code and "max_new_tokens=64" in code
-    code = code.replace('"examples/smollm2-135m-dspine"', repr(str(folder))).replace(
-        "max_new_tokens=64", "max_new_tokens=4"
-    )
-    exec(compile(code, "README.md", "exec"), {})
+    assert "max_new_tokens=64" in code
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    exec(compile(code.replace("max_new_tokens=64", "max_new_tokens=4"), "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "Why is the sky blue?<|im_end|>" in printed and float(printed.split()[-1]) >= 1
