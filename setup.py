@@ -16,6 +16,7 @@ PACKAGES = {
     "dspine.kernels": "kernels",
     "dspine.integrations": "integrations",
     "dspine.integrations.evaluation": "integrations/evaluation",
+    "dspine.integrations.sglang": "integrations/sglang",
     "dspine.integrations.training": "integrations/training",
 }
 
@@ -23,6 +24,7 @@ EXTRAS = {
     "triton": ["triton>=3.6"],
     "train": ["accelerate>=1.10", "datasets>=4.0", "peft>=0.19", "tensorboard", "rich", "pyyaml"],
     "eval": ["datasets>=4.0", "evaluate>=0.4.6", "matplotlib", "rich"],
+    # nothing on purpose: SGLang pins torch and transformers exactly and must already be there, which only its own install can see to
     "sglang": [],
     "demo": ["gguf>=0.17", "rich"],
 }
@@ -73,4 +75,6 @@ setup(
         "transformers>=5.12.1,<6",
     ],
     extras_require=EXTRAS,
+    # SGLang looks for plugins here in each of its processes
+    entry_points={"sglang.srt.plugins": ["dspine = dspine.integrations.sglang.plugin:register"]},
 )

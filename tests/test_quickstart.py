@@ -13,8 +13,6 @@ import torch
 from conftest import ROOT, load_example
 from rich.console import Console
 
-from dspine.modeling_dspine import DSpineConfig, DSpineModel
-
 
 # ---- the target's converter -----------------------------------------------------------------------------------------------
 
