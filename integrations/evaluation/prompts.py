@@ -13,9 +13,7 @@ from pathlib import Path
 
 
 MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-HUMANEVAL = (
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
-)
+HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 LIVECODEBENCH = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python "
     "program that matches the specification and passes all tests. You will NOT return anything except for the program\n\n"
@@ -87,7 +85,8 @@ def read_turns(path: str | Path) -> list[list[str]]:
         ValueError: a line is no such object; the message names file and line.
     """
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    # not `splitlines`, which also splits at separators that JSON allows inside a string
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -1,0 +1,467 @@
+"""Accepted length and speed of drafters on the seven benchmarks, against the target alone and against prompt lookup.
+
+    python examples/benchmark.py --target PATH --drafter dspine=PATH --drafter dflash=PATH \
+        --bench-dir FOLDER --max-samples 80 --temperatures 0 1 --block-sizes 16 8 --out results/smollm2
+    torchrun --nproc_per_node 8 examples/benchmark.py ...        # prompts are shared out over processes, nothing else changes
+    python examples/benchmark.py --backend sglang --target PATH --server target=http://127.0.0.1:30000 \
+        --server dspine=http://127.0.0.1:30001 --concurrency 1 8 32 --bench-dir FOLDER --out results/served
+
+Without `--bench-dir` the sets come from the Hub. Every finished request is on disk at once; the same command continues a run that was
+cut. At T=0 a drafter's text must be the target's own; where it parts from it, the first difference is scored again in fp32, and more
+than a near-tie is counted as a fault. `python examples/report.py results/smollm2` turns the folder into a page.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from collections import defaultdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dspine.modeling_dspine
+from dspine.integrations.doctor import load_drafter, read_config
+from dspine.integrations.evaluation import (
+    BENCHMARKS,
+    NearTieCheck,
+    ResultStore,
+    Server,
+    decode_alone,
+    decode_prompt_lookup,
+    decode_with_drafter,
+    load_prompts,
+    load_token_prompts,
+    summarise_records,
+)
+from dspine.integrations.evaluation.decoding import prompt_seed
+from dspine.integrations.evaluation.results import fingerprint, write_json
+from dspine.modeling_dspine import DSpineModel, implementation_report
+
+
+THINKING = {"off": False, "on": True, "template": None}
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="transformers", choices=["transformers", "sglang"])
+    parser.add_argument("--target", required=True, help="folder or Hub id; with servers only its tokenizer is read")
+    parser.add_argument("--drafter", action="append", default=[], metavar="NAME=FOLDER", help="may be repeated")
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="the name `target` is the one without a drafter",
+    )
+    parser.add_argument("--server-api", default="sglang", choices=["sglang", "openai"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1], help="requests under way at a server")
+    parser.add_argument(
+        "--baselines", nargs="*", default=["target", "prompt_lookup"], choices=["target", "prompt_lookup"]
+    )
+    parser.add_argument("--lookup-tokens", type=int, default=10, help="tokens that prompt lookup proposes")
+    parser.add_argument("--datasets", nargs="+", default=list(BENCHMARKS))
+    parser.add_argument("--bench-dir", help="folder of NAME.jsonl files")
+    parser.add_argument("--prompts", help="parquet file of token ids in place of the sets' texts")
+    parser.add_argument("--max-samples", type=int, help="prompts of every set; default what papers use")
+    parser.add_argument("--max-prompt-tokens", type=int, help="longer prompts are left out")
+    parser.add_argument("--prompt-seed", type=int, default=42, help="draws the prompts of a set; -1: the first ones")
+    parser.add_argument("--thinking", default="off", choices=list(THINKING))
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[0], help="0: the one of training")
+    parser.add_argument("--max-new-tokens", type=int, default=2048)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="samples of every prompt at T > 0")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument(
+        "--mix-sets",
+        action="store_true",
+        help="fill batches across sets: faster, and lengths stay exact; times by set do not",
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", help="default: cuda if there is one")
+    parser.add_argument("--tie-gap", type=float, help="logits up to which a difference at T=0 is a near-tie")
+    parser.add_argument("--no-exactness", action="store_true", help="do not compare texts at T=0")
+    parser.add_argument("--warmup-tokens", type=int, default=32, help="decoded by every method before it is timed")
+    parser.add_argument("--time-limit", type=float, help="seconds after which to stop; the same command continues")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--num-resamples", type=int, default=1000, help="of the bootstrap")
+    parser.add_argument("--out", required=True, help="results folder")
+    args = parser.parse_args(argv)
+    if args.backend == "sglang" and not args.server:
+        parser.error("--backend sglang needs --server NAME=URL")
+    if args.backend == "transformers" and args.server:
+        parser.error("--server is for --backend sglang")
+    if args.batch_size < 1 or args.max_new_tokens < 2 or min(args.concurrency) < 1:
+        parser.error("--batch-size and --concurrency must be at least 1 and --max-new-tokens at least 2")
+    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda":
+        # more processes than devices share them: decoding small models waits for the host, not for the device
+        args.device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+    return args
+
+
+def named(entries: list[str]) -> dict[str, str]:
+    """`NAME=VALUE` entries; a value without a name is called by its last part."""
+    result = {}
+    for entry in entries:
+        name, _, value = entry.partition("=") if "=" in entry else (Path(entry).name, "", entry)
+        if name in result:
+            raise ValueError(f"two entries are called {name!r}; give them different names (NAME=VALUE)")
+        if not value:
+            raise ValueError(f"expected NAME=VALUE, got {entry!r}")
+        result[name] = value
+    return result
+
+
+def read_prompts(args, tokenizer) -> list:
+    """This process's prompts, the sets taken in turns, so that a run that is cut has some of each."""
+    if args.prompts is not None:
+        names = None if args.datasets == list(BENCHMARKS) else args.datasets
+        prompts = load_token_prompts(args.prompts, names, args.max_samples)
+    else:
+        prompts = load_prompts(
+            args.datasets,
+            tokenizer,
+            args.bench_dir,
+            args.max_samples,
+            None if args.prompt_seed < 0 else args.prompt_seed,
+            THINKING[args.thinking],
+            args.max_prompt_tokens,
+        )
+    if not prompts:
+        raise ValueError("no prompts are left; check --datasets, --max-samples and --max-prompt-tokens")
+    place = defaultdict(int)
+    order = []
+    for prompt in prompts:
+        order.append(place[prompt.dataset])
+        place[prompt.dataset] += 1
+    prompts = [prompts[i] for i in sorted(range(len(prompts)), key=lambda i: order[i])]
+    return prompts[args.rank :: args.world]
+
+
+def batches(prompts: list, size: int, mix_sets: bool = False) -> list[list]:
+    """Batches of one set each unless `mix_sets`; prompts of like length go together."""
+    if size == 1:
+        return [[prompt] for prompt in prompts]
+    sets = defaultdict(list)
+    for prompt in prompts:
+        sets[None if mix_sets else prompt.dataset].append(prompt)
+    parts = []
+    for rows in sets.values():
+        rows = sorted(rows, key=lambda prompt: len(prompt.input_ids))
+        parts.append([rows[i : i + size] for i in range(0, len(rows), size)])
+    return [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
+
+
+def versions(args) -> dict:
+    result = {
+        "dspine": dspine.modeling_dspine.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name(args.device)
+        if args.device.startswith("cuda")
+        else f"CPU ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "processes": args.world,
+    }
+    if args.backend == "transformers":
+        result["implementations"] = {name: part["active"] for name, part in implementation_report().items()}
+    return result
+
+
+def load(folder: str, dtype: torch.dtype) -> DSpineModel:
+    """A DSpine drafter, a DFlash checkpoint, or a peer trained by `peers/speculators_peers.py`."""
+    if (Path(folder) / "peer.json").is_file():
+        path = Path(__file__).parent / "peers" / "speculators_peers.py"
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        peers = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(peers)
+        return peers.load_peer(folder, dtype)
+    _, is_dflash = read_config(folder)
+    return load_drafter(folder, dtype, is_dflash)
+
+
+class TransformersRun:
+    """Target, drafters and baselines in this process; `methods` are run on every batch in turn."""
+
+    def __init__(self, args):
+        dtype = getattr(torch, args.dtype)
+        options = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
+        self.args = args
+        self.target = AutoModelForCausalLM.from_pretrained(args.target, **options).to(args.device).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+        self.check = None if args.no_exactness else NearTieCheck(self.target, args.tie_gap)
+        self.methods, self.drafters = [], {}
+        for name in args.baselines:
+            self.methods.append({"method": name, "kind": name, "block_size": None, "fingerprint": None})
+        for name, folder in named(args.drafter).items():
+            drafter = load(folder, dtype).to(args.device).eval()
+            drafter.bind_target(self.target, self.tokenizer)
+            trained, trained_for = drafter.config.block_size, drafter.config.target_name_or_path
+            self.drafters[name] = {
+                "fingerprint": fingerprint(folder),
+                "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+                "block_size_of_training": trained,
+                "config": drafter.config.to_diff_dict() | {"target_name_or_path": Path(trained_for or "").name},
+                "model": drafter,
+            }
+            for block_size in dict.fromkeys(size or trained for size in args.block_sizes):
+                self.methods.append(
+                    {
+                        "method": name,
+                        "kind": "drafter",
+                        "block_size": block_size,
+                        "fingerprint": self.drafters[name]["fingerprint"],
+                    }
+                )
+        if not self.methods:
+            raise ValueError("nothing to run: give --drafter or --baselines")
+
+    def settings(self) -> dict:
+        names = ("backend", "max_new_tokens", "thinking", "batch_size", "mix_sets", "dtype", "lookup_tokens")
+        target = self.args.target if not Path(self.args.target).is_dir() else Path(self.args.target).resolve().name
+        return {name: getattr(self.args, name) for name in names} | {
+            "target": target,
+            "target_fingerprint": fingerprint(self.args.target) if Path(self.args.target).is_dir() else None,
+            "device": versions(self.args)["device"],
+        }
+
+    def described(self) -> dict:
+        return {name: {k: v for k, v in part.items() if k != "model"} for name, part in self.drafters.items()}
+
+    def decode(self, method: dict, prompts: list, temperature: float, seed: int, max_new_tokens: int) -> list:
+        common = (max_new_tokens, temperature, seed)
+        if method["kind"] == "target":
+            return decode_alone(self.target, prompts, *common)
+        if method["kind"] == "prompt_lookup":
+            return decode_prompt_lookup(self.target, prompts, *common, num_tokens=self.args.lookup_tokens)
+        drafter = self.drafters[method["method"]]["model"]
+        return decode_with_drafter(self.target, drafter, prompts, *common, block_size=method["block_size"])
+
+    def run(self, store: ResultStore, prompts: list, deadline: float) -> bool:
+        """All that is not in the store yet; False if the deadline came first."""
+        args = self.args
+        plan = []
+        for temperature in args.temperatures:
+            for seed in args.seeds if temperature > 0 else args.seeds[:1]:
+                for batch in batches(prompts, args.batch_size, args.mix_sets):
+                    plan.append((temperature, seed, batch))
+        missing = sum(
+            store.key(self.record(method, prompt, temperature, seed)) not in store.done
+            for temperature, seed, batch in plan
+            for prompt in batch
+            for method in self.methods
+        )
+        # the target's greedy answers, from this run or an earlier one: what texts are compared with
+        answers = {
+            (r["dataset"], r["index"]): r["output_ids"]
+            for r in store.records()
+            if r["kind"] == "target" and r["temperature"] == 0 and r.get("output_ids")
+        }
+        warm, sums = set(), defaultdict(lambda: [0, 0])
+        with tqdm(total=missing, desc="requests", unit="request", disable=args.rank > 0, file=sys.stderr) as bar:
+            for temperature, seed, batch in plan:
+                for method in self.methods:
+                    if time.monotonic() > deadline:
+                        return False
+                    todo = [p for p in batch if store.key(self.record(method, p, temperature, seed)) not in store.done]
+                    if not todo:
+                        continue
+                    name = (method["method"], method["block_size"], temperature > 0)
+                    if name not in warm and args.warmup_tokens > 1:
+                        # builds kernels and graphs of this method, which must not be charged to the first prompt
+                        self.decode(method, todo, temperature, seed, args.warmup_tokens)
+                        warm.add(name)
+                    decoded = self.decode(method, todo, temperature, seed, args.max_new_tokens)
+                    for prompt, answer in zip(todo, decoded):
+                        record = self.record(method, prompt, temperature, seed, answer)
+                        greedy = temperature == 0
+                        request = (prompt.dataset, prompt.index)
+                        if greedy and method["kind"] == "target":
+                            answers[request] = record["output_ids"] = answer.output_ids
+                        elif greedy and self.check is not None and request in answers:
+                            record["exactness"] = self.check(prompt.input_ids, answers[request], answer.output_ids)
+                        store.add(record)
+                        if method["kind"] == "drafter":
+                            total = sums[f"{method['method']}/{method['block_size']}"]
+                            total[0] += sum(answer.accepted_lengths)
+                            total[1] += len(answer.accepted_lengths)
+                    bar.update(len(todo))
+                    bar.set_postfix({k: f"{a / max(b, 1):.2f}" for k, (a, b) in sums.items()}, refresh=False)
+        return True
+
+    def record(self, method, prompt, temperature, seed, answer=None) -> dict:
+        record = {
+            "backend": "transformers",
+            **method,
+            "dataset": prompt.dataset,
+            "index": prompt.index,
+            "prompt": prompt.digest,
+            "temperature": temperature,
+            "seed": seed,
+            "concurrency": None,
+        }
+        if answer is not None:
+            record |= {
+                "batch_size": 1 if method["kind"] == "prompt_lookup" else self.args.batch_size,
+                "prompt_tokens": len(prompt.input_ids),
+                "new_tokens": len(answer.output_ids),
+                "seconds": answer.seconds,
+                "accepted_lengths": answer.accepted_lengths,
+                "times": answer.times,
+                "rank": self.args.rank,
+            }
+        return record
+
+
+class ServerRun:
+    """Running servers, each with its own drafter (or none); every concurrency sends all prompts of a set at once."""
+
+    def __init__(self, args):
+        self.args = args
+        self.tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+        self.servers = {name: Server(url, args.server_api) for name, url in named(args.server).items()}
+        self.info = {name: server.info() for name, server in self.servers.items()}
+
+    def settings(self) -> dict:
+        names = ("backend", "max_new_tokens", "thinking", "server_api")
+        target = Path(self.args.target).resolve().name if Path(self.args.target).is_dir() else self.args.target
+        return {name: getattr(self.args, name) for name in names} | {"target": target}
+
+    def described(self) -> dict:
+        return self.info
+
+    def run(self, store: ResultStore, prompts: list, deadline: float) -> bool:
+        args, sets = self.args, defaultdict(list)
+        for prompt in prompts:
+            sets[prompt.dataset].append(prompt)
+        plan = [
+            (temperature, seed, concurrency, rows, name)
+            for temperature in args.temperatures
+            for seed in (args.seeds if temperature > 0 else args.seeds[:1])
+            for rows in sets.values()
+            for concurrency in args.concurrency
+            for name in self.servers
+        ]
+        plan = [
+            part
+            for part in plan
+            if any(store.key(self.record(part[4], prompt, *part[:3])) not in store.done for prompt in part[3])
+        ]
+        for name in {part[4] for part in plan}:
+            self.servers[name].load(prompts[: max(args.concurrency)], max(args.concurrency), args.warmup_tokens)
+        total = sum(len(part[3]) for part in plan)
+        with tqdm(total=total, desc="requests", unit="request", disable=args.rank > 0, file=sys.stderr) as bar:
+            for temperature, seed, concurrency, rows, name in plan:
+                if time.monotonic() > deadline:
+                    return False
+                server = self.servers[name]
+                server.flush_cache()
+                seeds = [prompt_seed(seed, prompt) % 2**31 for prompt in rows]
+                answers, wall = server.load(rows, concurrency, args.max_new_tokens, temperature, seeds, bar.update)
+                tokens = sum(answer.new_tokens for answer in answers)
+                for prompt, answer in zip(rows, answers):
+                    record = self.record(name, prompt, temperature, seed, concurrency, answer)
+                    store.add(record | {"wall_seconds": wall, "wall_tokens": tokens})
+        return True
+
+    def record(self, name, prompt, temperature, seed, concurrency, answer=None) -> dict:
+        speculative = {k: v for k, v in self.info[name].items() if k.startswith("speculative_")}
+        block_size = speculative.get("speculative_num_draft_tokens")
+        record = {
+            "backend": "sglang" if self.args.server_api == "sglang" else "openai",
+            "method": name,
+            "kind": "target" if name == "target" else "drafter",
+            "block_size": block_size,
+            "fingerprint": json.dumps(speculative, sort_keys=True) if speculative else None,
+            "dataset": prompt.dataset,
+            "index": prompt.index,
+            "prompt": prompt.digest,
+            "temperature": temperature,
+            "seed": seed,
+            "concurrency": concurrency,
+        }
+        if answer is not None:
+            record |= {
+                "batch_size": None,
+                "prompt_tokens": len(prompt.input_ids),
+                "new_tokens": answer.new_tokens,
+                "seconds": answer.seconds,
+                "rounds": answer.rounds,
+                "accepted_lengths": answer.accepted_lengths,
+                "rank": self.args.rank,
+            }
+        return record
+
+
+def print_table(summary: dict) -> None:
+    """The scoreboard as text."""
+    print(
+        f"{'method':<20} {'T':>4} {'B':>4} {'conc':>5} {'length':>7} {'interval':>14} {'tok/s':>9} {'speed-up':>9} {'exact':>12}"
+    )
+    for cell in summary["cells"]:
+        mean = cell.get("mean_of_sets", {})
+        low, high = mean.get("accepted_length_interval") or (float("nan"),) * 2
+        exact = cell.get("exactness")
+        print(
+            f"{cell['method']:<20} {cell['temperature']:>4g} {cell['block_size'] or '-':>4} {cell['concurrency'] or '-':>5} "
+            f"{mean.get('accepted_length', float('nan')):>7.3f} {f'{low:.2f} to {high:.2f}':>14} "
+            f"{cell['tokens_per_second'] or float('nan'):>9.1f} {cell['speed_up'].get('target', float('nan')):>9.2f} "
+            + (f"{exact['equal']}/{exact['compared']}, {exact['faults']} bad" if exact else "-").rjust(12)
+        )
+
+
+def main(argv: list[str] | None = None) -> dict:
+    started = time.monotonic()
+    args = parse_arguments(argv)
+    if args.world > 1:
+        # only to wait for each other before the summary: a process that is done may wait long
+        torch.distributed.init_process_group("gloo", timeout=timedelta(days=2))
+    run = TransformersRun(args) if args.backend == "transformers" else ServerRun(args)
+    prompts = read_prompts(args, run.tokenizer)
+    store = ResultStore(args.out, run.settings(), args.rank)
+    if args.rank == 0 and not (store.folder / "run.json").is_file():
+        write_json(store.folder / "run.json", {"settings": run.settings(), "versions": versions(args)})
+    deadline = float("inf") if args.time_limit is None else started + args.time_limit
+    finished = run.run(store, prompts, deadline)
+    store.close()
+    if args.world > 1:
+        torch.distributed.barrier()
+    summary = {}
+    if args.rank == 0:
+        public = {
+            k: v
+            for k, v in vars(args).items()
+            if k not in ("rank", "world", "target", "drafter", "bench_dir", "prompts", "out")
+        }
+        summary = {
+            "complete": finished,
+            "settings": run.settings(),
+            "arguments": public,
+            "versions": versions(args),
+            "drafters": run.described(),
+            "seconds": time.monotonic() - started,
+            **summarise_records(store.records(), args.num_resamples),
+        }
+        write_json(store.folder / "summary.json", summary)
+        print_table(summary)
+        print(
+            f"{'done' if finished else 'stopped by the time limit; the same command continues'}: {store.folder / 'summary.json'}"
+        )
+    if args.world > 1:
+        torch.distributed.destroy_process_group()
+    return summary
+
+
+if __name__ == "__main__":
+    main()
