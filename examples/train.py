@@ -2,7 +2,11 @@
 
     python examples/train.py examples/recipes/smollm2-135m-dspine.yaml --target PATH --data train.parquet --output_dir out
     torchrun --nproc_per_node 2 examples/train.py ...            # data parallel, nothing else changes
+    accelerate launch --config_file examples/recipes/accelerate_fsdp2.yaml examples/train.py ...     # sharded drafter
     python examples/train.py RECIPE ... --dry_run                # sizes, memory, time and the first batch with its mask
+
+`--data` takes token sequences and conversations (see `dspine.integrations.training.conversations`). A dry run reads the target's
+configuration and tokenizer, not its weights, and does without data.
 
 Options are those of `dspine.integrations.training.arguments` and of `transformers.TrainingArguments`; a recipe sets defaults.
 The trained drafter is saved in `output_dir` in bf16, with `metrics.json` beside it; checkpoints are fp32.
@@ -17,7 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 
 from dspine.integrations.training import (
@@ -25,37 +29,66 @@ from dspine.integrations.training import (
     PackedDataset,
     TimeLimitCallback,
     build_drafter,
+    drafter_config,
     estimate,
-    export_drafter,
-    load_token_sequences,
+    load_sequences,
     parse_arguments,
+    report_table,
+    shard_target,
 )
 from dspine.integrations.training.objective import block_labels
+from dspine.modeling_dspine import DSpineModel
 
 
 logger = logging.getLogger("train")
 
 
-def load_target(arguments, device):
-    """The frozen target and its tokenizer (None if the folder has none)."""
+def load_tokenizer(arguments):
+    """The target's tokenizer, None if its folder has none."""
     if arguments.target is None:
         raise ValueError("--target must be given: the Hub id or folder of the model to draft for")
+    try:
+        return AutoTokenizer.from_pretrained(arguments.target, trust_remote_code=arguments.trust_remote_code)
+    except (OSError, ValueError) as error:
+        logger.warning(f"no tokenizer is used: {error}")
+        return None
+
+
+def load_target(arguments, device):
+    """The target in the dtype it is served in."""
     target = AutoModelForCausalLM.from_pretrained(
         arguments.target,
         dtype=getattr(torch, arguments.target_dtype),
         trust_remote_code=arguments.trust_remote_code,
     )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.target, trust_remote_code=arguments.trust_remote_code)
-    except (OSError, ValueError) as error:
-        logger.warning(f"no tokenizer is used: {error}")
-        tokenizer = None
-    return target.to(device), tokenizer
+    return target.to(device)
 
 
-def pack(paths, arguments, config, seed, limit=None, shuffle=True) -> PackedDataset:
-    return PackedDataset(
-        load_token_sequences(paths).every(limit),
+def without_weights(drafter_args, data_args, tokenizer):
+    """Drafter and target as shapes only, from the target's `config.json`."""
+    options = {"trust_remote_code": data_args.trust_remote_code}
+    target_config = AutoConfig.from_pretrained(data_args.target, **options)
+    config = drafter_config(drafter_args, target_config, tokenizer)
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(
+            target_config, dtype=getattr(torch, data_args.target_dtype), **options
+        )
+        return DSpineModel(config).float(), target
+
+
+def pack(sources, arguments, config, seed, tokenizer, train_args, limit=None, shuffle=True) -> PackedDataset:
+    # one process renders and tokenises, the others read what it has cached
+    with train_args.main_process_first(desc="reading the data"):
+        sequences = load_sequences(
+            sources,
+            tokenizer,
+            arguments.data_split,
+            config.target_thinking,
+            arguments.last_turn_only,
+            arguments.data_workers,
+        )
+    dataset = PackedDataset(
+        sequences.every(limit),
         arguments.tokens_per_batch,
         arguments.max_anchors,
         arguments.max_length,
@@ -63,28 +96,38 @@ def pack(paths, arguments, config, seed, limit=None, shuffle=True) -> PackedData
         shuffle=shuffle,
         mask_token_id=config.mask_token_id,
     )
+    logger.info(f"data:\n{report_table(dataset.report)}")
+    return dataset
 
 
 def print_dry_run(drafter, target, tokenizer, dataset, data_args, run_args, train_args) -> None:
-    """Shapes, sizes, estimates and one batch: response tokens in brackets, anchors marked with a caret."""
+    """Shapes, sizes, estimates, and the first batch if there is data."""
     config = drafter.config
+    length = data_args.tokens_per_batch if dataset is None else dataset.length
+    print(f"drafter: {config.num_hidden_layers} layers, width {config.hidden_size}, {config.block_size} slots")
+    print(f"taps: layers {config.target_layer_ids} of {config.num_target_layers}")
+    sizes = estimate(drafter, target, length, data_args.max_anchors, run_args.device_tflops, target.dtype.itemsize)
+    for name, value in sizes.items():
+        print(f"{name}: {value:,.3f}" if isinstance(value, float) else f"{name}: {value:,}")
+    if dataset is None:
+        print("no --data: the number of steps and the first batch are not shown")
+        return
+    micro = len(dataset) * train_args.num_train_epochs / train_args.world_size
+    steps = train_args.max_steps if train_args.max_steps > 0 else int(micro / train_args.gradient_accumulation_steps)
+    seconds = steps * train_args.gradient_accumulation_steps * sizes["step_seconds"]
+    print(f"steps: {steps:,}, about {seconds / 3600:.2f} hours at {run_args.device_tflops} TFLOP/s a device")
+    print_first_batch(dataset, config, tokenizer)
+
+
+def print_first_batch(dataset, config, tokenizer) -> None:
+    """What was left out, the shapes of a row, and its first document: response tokens in brackets, anchors after a caret."""
     row = dataset[(0, 0)]
     tokens, counts = block_labels(
         *(row[k] for k in ("input_ids", "document_starts", "loss_mask", "anchors", "anchor_mask")), config.block_size
     )
-    print("packing:", dict(dataset.report))
+    print(f"data:\n{report_table(dataset.report)}")
     print("row:", {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in row.items()})
     print(f"slots: {list(tokens.shape)}, of which {int(counts.sum())} of {counts.numel()} predicted ones count")
-    print(f"taps: layers {config.target_layer_ids} of {config.num_target_layers}")
-    sizes = estimate(
-        drafter, target, dataset.length, data_args.max_anchors, run_args.device_tflops, target.dtype.itemsize
-    )
-    for name, value in sizes.items():
-        print(f"{name}: {value:,.3f}" if isinstance(value, float) else f"{name}: {value:,}")
-    steps = train_args.max_steps if train_args.max_steps > 0 else int(len(dataset) * train_args.num_train_epochs)
-    print(
-        f"steps: {steps}, about {steps * sizes['step_seconds'] / 60:.1f} minutes at {run_args.device_tflops} TFLOP/s"
-    )
     begin, end = dataset.documents(0)[0][1:]
     anchors = set(row["anchors"].tolist())
     shown = []
@@ -102,20 +145,27 @@ def main(argv: list[str] | None = None) -> dict:
     drafter_args, data_args, loss_args, run_args, train_args = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO if train_args.should_log else logging.WARNING)
     set_seed(train_args.seed)
-    if not data_args.data:
-        raise ValueError("--data must be given: parquet files with input_ids and prompt_length")
-    target, tokenizer = load_target(data_args, train_args.device)
-    drafter = build_drafter(drafter_args, target, tokenizer, train_args.device)
+    tokenizer = load_tokenizer(data_args)
     seed = train_args.seed if train_args.data_seed is None else train_args.data_seed
-    dataset = pack(data_args.data, data_args, drafter.config, seed)
     if run_args.dry_run:
+        drafter, target = without_weights(drafter_args, data_args, tokenizer)
+        dataset = None
+        if data_args.data:
+            dataset = pack(data_args.data, data_args, drafter.config, seed, tokenizer, train_args)
         print_dry_run(drafter, target, tokenizer, dataset, data_args, run_args, train_args)
         return {}
+    if not data_args.data:
+        raise ValueError("--data must be given: token sequences or conversations to train on")
+    target = load_target(data_args, "cpu" if run_args.shard_target else train_args.device)
+    if run_args.shard_target:
+        shard_target(target, train_args.device)
+    drafter = build_drafter(drafter_args, target, tokenizer, train_args.device)
+    dataset = pack(data_args.data, data_args, drafter.config, seed, tokenizer, train_args)
     evaluations = {}
     for entry in data_args.eval_data:
         name, _, path = entry.rpartition("=")
         evaluations[name or Path(path).stem] = pack(
-            path, data_args, drafter.config, seed, data_args.eval_documents, shuffle=False
+            path, data_args, drafter.config, seed, tokenizer, train_args, data_args.eval_documents, shuffle=False
         )
     callbacks = []
     if run_args.time_limit is not None:
@@ -130,6 +180,7 @@ def main(argv: list[str] | None = None) -> dict:
         compile_drafter=run_args.compile_drafter,
         compile_target=run_args.compile_target,
         eval_chunk=run_args.eval_chunk,
+        export_dtype=getattr(torch, run_args.export_dtype),
         callbacks=callbacks,
     )
     checkpoint = None
@@ -137,11 +188,8 @@ def main(argv: list[str] | None = None) -> dict:
         checkpoint = get_last_checkpoint(train_args.output_dir)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     train_seconds = time.monotonic() - started
-    if trainer.is_world_process_zero():
-        # before the evaluation: nothing that happens there may cost the training
-        export_drafter(trainer.drafter, train_args.output_dir, getattr(torch, run_args.export_dtype))
-        if tokenizer is not None:
-            logger.info(f"chat template hash: {drafter.config.target_chat_template_hash}")
+    # before the evaluation: nothing that happens there may cost the training
+    trainer.save_model(_internal_call=True)
     metrics = trainer.evaluate() if evaluations else {}
     if train_args.device.type == "cuda":
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
@@ -177,6 +225,8 @@ def main(argv: list[str] | None = None) -> dict:
         path = Path(train_args.output_dir) / "metrics.json"
         path.write_text(json.dumps(report, indent=1, default=str))
         print(json.dumps({k: report[k] for k in ("name", "steps", "seconds", "evaluation")}, indent=1, default=str))
+    if train_args.push_to_hub:
+        trainer.push_to_hub()
     return report
 
 

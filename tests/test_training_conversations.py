@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 import pytest
-from tiny_models import CHATML, tiny_tokenizer
+from test_training_helpers import CHATML, tiny_tokenizer
 
 from dspine.integrations.training import ConversationEncoder, PackedDataset, load_sequences, report_table
 from dspine.integrations.training.conversations import LeftOut, detect_format

@@ -11,6 +11,7 @@ from tiny_models import tiny_drafter, tiny_target
 from dspine.integrations.training import DSpineObjective, LossArguments, PackedDataset, TargetRunner, from_records
 from dspine.integrations.training import fused_cross_entropy as module
 from dspine.integrations.training.fused_cross_entropy import fused_linear_cross_entropy, reference_cross_entropy
+from dspine.integrations.training.fused_divergence import fused_linear_divergence
 from dspine.integrations.training.masks import PACKED_ATTENTION, slot_masks
 from dspine.integrations.training.objective import block_labels, slot_weights
 
@@ -42,6 +43,50 @@ def test_fused_cross_entropy_matches_fp64(path, monkeypatch, multiplier, softcap
     torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(states.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
     assert torch.equal(hits, (exact @ weight.double().T).argmax(-1) == labels)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+@pytest.mark.parametrize("multiplier, softcap", [(1.0, None), (0.3, 5.0)])
+def test_fused_distance_matches_fp64(monkeypatch, kind, multiplier, softcap):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 8 * 128 * 101 * 4)  # several chunks, the last one short
+    torch.manual_seed(0)
+    rows, width, vocab = 300, 24, 101
+    states, target_states, weight = torch.randn(rows, width), torch.randn(rows, width), torch.randn(vocab, width)
+    upstream = torch.rand(rows)
+    exact = states.double().requires_grad_()
+
+    def distribution(x):
+        logits = x @ weight.double().T * multiplier
+        return (logits if softcap is None else torch.tanh(logits / softcap) * softcap).softmax(-1)
+
+    p, q = distribution(target_states.double()), distribution(exact)
+    wanted = (p * (p / q).log()).sum(-1) if kind == "kl" else 1 - torch.minimum(p, q).sum(-1)
+    (wanted * upstream).sum().backward()
+    states.requires_grad_()
+    distances = fused_linear_divergence(states, target_states, weight, multiplier, softcap, kind)
+    (distances * upstream).sum().backward()
+    torch.testing.assert_close(distances.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+    same = fused_linear_divergence(states, states, weight, multiplier, softcap, kind)
+    assert same.abs().max() < 1e-5
+
+
+def test_distance_needs_the_target_and_a_known_kind():
+    with pytest.raises(ValueError, match="distance must be one of"):
+        LossArguments(distance="js")
+    with pytest.raises(ValueError, match="distance_weight must not be negative"):
+        LossArguments(distance_weight=-1.0)
+    with pytest.raises(ValueError, match="'kl' or 'tv'"):
+        fused_linear_divergence(torch.ones(2, 3), torch.ones(2, 3), torch.ones(4, 3), kind="js")
+    target = tiny_target()
+    drafter = tiny_drafter(target).train()
+    drafter.set_attn_implementation(PACKED_ATTENTION)
+    records = [{"input_ids": np.arange(3, 33), "prompt_length": 6}]
+    row = PackedDataset(from_records(records), 128, 10)[0]
+    taps = TargetRunner(target, drafter.config.target_layer_ids)(row)
+    masks = slot_masks(drafter.config, row["anchors"], row["document_starts"])
+    with pytest.raises(ValueError, match="target_hidden_states must be given"):
+        DSpineObjective(drafter, LossArguments(distance="kl"))(context_hidden_states=taps, masks=masks, **row)
 
 
 def test_fused_cross_entropy_in_bf16(path):
@@ -95,8 +140,10 @@ def test_decay_and_dpace_weights():
         ({"supervision": "cosine", "supervision_weight": 0.5}, {"base_weight": 0.3}),
         ({"supervision": "cross_entropy", "supervision_weight": 0.5}, {"slot_weighting": "dpace"}),
         ({"injection_gate": "rank", "transfer_learned": False}, {"refined_weight": 2.0}),
+        ({}, {"distance": "kl", "distance_weight": 0.7}),
+        ({"injection": False, "refinement": False}, {"distance": "tv"}),
     ],
-    ids=["default", "dflash", "cosine", "ce-dpace", "rank-frozen"],
+    ids=["default", "dflash", "cosine", "ce-dpace", "rank-frozen", "kl", "dflash-tv"],
 )
 def test_loss_and_gradients_match_a_naive_computation(overrides, arguments):
     target = tiny_target()
@@ -107,9 +154,11 @@ def test_loss_and_gradients_match_a_naive_computation(overrides, arguments):
     dataset = PackedDataset(from_records(records), 128, 10)
     row = dataset[(0, 0)]
     loss_arguments = LossArguments(**arguments)
-    taps = TargetRunner(target, drafter.config.target_layer_ids)(row)
+    taps, final = TargetRunner(target, drafter.config.target_layer_ids)(row, final=True)
     masks = slot_masks(drafter.config, row["anchors"], row["document_starts"])
-    result = DSpineObjective(drafter, loss_arguments)(context_hidden_states=taps, masks=masks, **row)
+    result = DSpineObjective(drafter, loss_arguments)(
+        context_hidden_states=taps, masks=masks, target_hidden_states=final, **row
+    )
     result["loss"].backward()
     loss = naive_loss(copy.deepcopy(drafter), target, taps, row, loss_arguments)
     assert abs(float(result["loss"].detach()) - float(loss["value"])) < 1e-4
@@ -135,7 +184,7 @@ def naive_loss(drafter, target, taps, row, arguments):
         *(row[k] for k in ("input_ids", "document_starts", "loss_mask", "anchors", "anchor_mask")), config.block_size
     )
     slots = config.block_size - 1
-    base, refined, cosine, transfer_ce = [], [], [], []
+    base, refined, proposing, cosine, transfer_ce = [], [], [], [], []
     eye = torch.nn.functional.normalize
     for n, anchor in enumerate(row["anchors"].tolist()):
         start = int(row["document_starts"][anchor])
@@ -148,6 +197,7 @@ def naive_loss(drafter, target, taps, row, arguments):
         )
         labels = tokens[n, 1:]
         base.append(F.cross_entropy(outputs.last_hidden_state[0, 1:] @ head.T, labels, reduction="none"))
+        proposing.append(outputs.last_hidden_state[0, 1:])
         if config.refinement:
             write = drafter.injections[str(config.num_hidden_layers - 1)]
             z = drafter.token_features(tokens[n])
@@ -158,6 +208,7 @@ def naive_loss(drafter, target, taps, row, arguments):
                 states = states + write.write(gate * z[:-1])
             else:
                 states = states + gate * write.write(z[:-1])
+            proposing[-1] = drafter.norm(states)
             refined.append(F.cross_entropy(drafter.norm(states) @ head.T, labels, reduction="none"))
         if config.supervision != "none":
             with torch.no_grad():
@@ -180,6 +231,18 @@ def naive_loss(drafter, target, taps, row, arguments):
     loss = mean(base)
     if refined:
         loss = arguments.base_weight * mean(base) + arguments.refined_weight * mean(gold)
+    if arguments.distance != "none":
+        # the target on each document alone
+        wanted, exact = [], copy.deepcopy(target).double()
+        for anchor in row["anchors"].tolist():
+            start = int(row["document_starts"][anchor])
+            ids = row["input_ids"][start : anchor + slots]
+            logits = exact(ids[None]).logits[0, anchor - start :]
+            wanted.append(F.pad(logits, (0, 0, 0, slots - len(logits))))  # past the row's end nothing counts
+        states = torch.stack(proposing)
+        p, q = torch.stack(wanted).softmax(-1).detach(), (states @ head.T).softmax(-1)
+        distance = (p * (p / q).log()).sum(-1) if arguments.distance == "kl" else (p - q).abs().sum(-1) / 2
+        loss = loss + arguments.distance_weight * mean(distance)
     if config.supervision != "none":
         kind = cosine if config.supervision == "cosine" else transfer_ce
         loss = loss + config.supervision_weight * mean(torch.stack(kind))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import load_example
+from test_training_helpers import tiny_tokenizer
 from tiny_models import MASK_ID, tiny_drafter, tiny_target
 from transformers import TrainingArguments
 
@@ -21,6 +22,7 @@ from dspine.integrations.training import (
     TimeLimitCallback,
     export_drafter,
     from_records,
+    shard_target,  # noqa: F401, for the worker below
     start_from_drafter,
     start_from_target_layers,
     walk_dataset,
@@ -160,6 +162,33 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
         torch.testing.assert_close(value, states[1][name], msg=name)
 
 
+def test_weight_decay_spares_norms_and_biases(tmp_path):
+    target = tiny_target()
+    data = PackedDataset(from_records(answers(target)), 128, 12)
+    trainer = DSpineTrainer(
+        new_drafter(target), arguments(tmp_path, weight_decay=0.1), target=target, train_dataset=data
+    )
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    names = {name for name, _ in trainer.model.named_parameters()}
+    assert {name for name in names if "norm" in name or name.endswith("bias")} == names - decayed
+    assert "drafter.injections.0.gate.bias" in names and "drafter.injections.0.gate.weight" in decayed
+
+
+def test_training_with_a_distance_to_the_target(tmp_path):
+    target = tiny_target(initializer_range=0.2)
+    data = PackedDataset(from_records(answers(target)), 256, 40)
+    trainer = DSpineTrainer(
+        new_drafter(target),
+        arguments(tmp_path, max_steps=30, learning_rate=1e-2, logging_steps=10),
+        target=target,
+        train_dataset=data,
+        loss_arguments=LossArguments(base_weight=0.0, refined_weight=0.0, distance="tv"),
+    )
+    trainer.train()
+    distances = [entry["loss_distance"] for entry in trainer.state.log_history if "loss_distance" in entry]
+    assert distances[-1] < distances[0] - 0.05
+
+
 def test_time_limit_stops_cleanly(tmp_path):
     target = tiny_target()
     data = PackedDataset(from_records(answers(target)), 128, 12)
@@ -203,41 +232,92 @@ def test_warm_starts():
 WORKER = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from test_training_trainer import DSpineTrainer, PackedDataset, answers, arguments, from_records, new_drafter, tiny_target
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from test_training_trainer import *
 torch.set_num_threads(1)
 target = tiny_target()
 data = PackedDataset(from_records(answers(target, count=16)), 128, 12)
-options = dict(max_steps=4, gradient_accumulation_steps={accumulation}, ddp_find_unused_parameters=False, logging_steps=2)
-trainer = DSpineTrainer(new_drafter(target), arguments({folder!r}, **options), target=target, train_dataset=data, eval_dataset=data)
-trainer.train()
+options = dict(
+    max_steps=4,
+    gradient_accumulation_steps={accumulation},
+    ddp_find_unused_parameters=False,
+    logging_steps=2,
+    save_strategy="steps",
+    save_steps=2,
+)
+options = arguments({folder!r}, **options)
+if {fsdp}:
+    # Accelerate shards on accelerators only; the sharding itself runs on CPU too
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    PartialState._shared_state["backend"] = "gloo"
+    target = shard_target(target, options.device)
+
+def train(options, resume=None):
+    drafter = new_drafter(target, store_transfer_table=True)
+    sets = dict(train_dataset=data, eval_dataset=data)
+    trainer = DSpineTrainer(drafter, options, target=target, export_dtype=torch.float32, **sets)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+trainer = train(options)
 metrics = trainer.evaluate()
+trainer.save_model()
+state = trainer.whole_drafter().state_dict()
+if {fsdp}:
+    options.save_strategy = "no"
+    again = train(options, {folder!r} + "/checkpoint-2").whole_drafter().state_dict()
+    for name, value in state.items():
+        assert torch.equal(value, again[name]), name
+assert trainer.is_fsdp_enabled == {fsdp} == trainer.run_target.sharded
 if trainer.is_world_process_zero():
     logged = [entry["loss_refined"] for entry in trainer.state.log_history if "loss_refined" in entry]
-    torch.save((trainer.drafter.state_dict(), metrics["eval_accepted_length"], logged), {folder!r} + "/state.pt")
+    torch.save((state, metrics["eval_accepted_length"], logged), {folder!r} + "/state.pt")
 """
 
 
-def test_two_processes_equal_one(tmp_path):
-    results = []
-    for world in (1, 2):
-        folder = tmp_path / str(world)
-        folder.mkdir()
-        script = folder / "worker.py"
-        script.write_text(WORKER.format(tests=str(Path(__file__).parent), accumulation=2 // world, folder=str(folder)))
-        launcher = [] if world == 1 else ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29517"]
-        done = subprocess.run(
-            [sys.executable, *launcher, str(script)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        results.append(torch.load(folder / "state.pt", weights_only=False))
-    (one, length, logged), (two, length_two, logged_two) = results
+def run_worker(folder, world, fsdp=False):
+    """Trains in `world` processes; the drafter's weights, its accepted length and the logged losses."""
+    folder.mkdir()
+    script = folder / "worker.py"
+    values = {"tests": str(Path(__file__).parent), "accumulation": 2 // world, "folder": str(folder), "fsdp": fsdp}
+    script.write_text(WORKER.format(**values))
+    launcher = [] if world == 1 else ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29517"]
+    sharding = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "DSpineDecoderLayer",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (sharding if fsdp else {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "state.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    return run_worker(tmp_path_factory.mktemp("one") / "run", 1)
+
+
+@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"])
+def test_two_processes_equal_one(tmp_path, one_process, fsdp):
+    one, length, logged = one_process
+    two, length_two, logged_two = run_worker(tmp_path / "run", 2, fsdp)
     for name, value in one.items():
         torch.testing.assert_close(value, two[name], rtol=1e-4, atol=1e-5, msg=name)
     assert length == pytest.approx(length_two) and logged == pytest.approx(logged_two, abs=1e-4)
+    for folder in ("", "checkpoint-4"):
+        saved = DSpineModel.from_pretrained(tmp_path / "run" / folder).state_dict()
+        for name, value in one.items():
+            torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_training_script(tmp_path, capsys):
@@ -269,14 +349,78 @@ def test_training_script(tmp_path, capsys):
     assert stored["compared"] == 4 and stored["different"] == 0
 
 
+QWEN3 = {
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288},
+}
+
+
+@pytest.mark.parametrize("size, parameters", [("4b", 4.02), ("8b", 8.19)])
+def test_dry_run_of_large_targets_reads_no_weights(tmp_path, capsys, size, parameters):
+    """Only `config.json` and the tokenizer are there."""
+    pytest.importorskip("datasets")
+    from transformers import Qwen3Config
+
+    shape = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(vocab_size=151936, tie_word_embeddings=size == "4b", **shape, **QWEN3[size])
+    config.save_pretrained(tmp_path / "target")
+    recipe = str(Path(__file__).parents[1] / "examples" / "recipes" / f"qwen3-{size}.yaml")
+    options = f"--target {tmp_path}/target --use_cpu --bf16 false --dry_run --output_dir {tmp_path}/out".split()
+    load_example("train").main([recipe, *options])
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
+    assert float(lines["target_parameters"].replace(",", "")) == pytest.approx(parameters * 1e9, rel=0.01)
+    assert float(lines["peak_gb"]) > float(lines["target_gb"]) > 2 * parameters / 1.1
+    assert not (tmp_path / "out").exists()
+    # with data: counts, and the first document with its mask
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
+    records = [{"messages": chat}] * 3 + [{"messages": chat[:1]}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    load_example("train").main([recipe, *options, "--data", f"{tmp_path}/data.jsonl"])
+    printed = capsys.readouterr().out
+    assert "left out no response" in printed and "assistant\n^[h]^[e]^[l]" in printed and "e][<|im_end|>]" in printed
+
+
+RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
+
+
 def test_every_recipe_parses():
+    from accelerate.commands.config.config_args import load_config_from_file
+
     from dspine.integrations.training import parse_arguments
 
-    for path in sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml")):
+    for path in sorted(RECIPES.glob("*.yaml")):
+        if path.name.startswith("accelerate"):
+            config = load_config_from_file(str(path))
+            assert config.fsdp_config.get("fsdp_version") == (2 if "fsdp2" in path.name else None)
+            continue
         drafter, data, loss, run, training = parse_arguments(
             [str(path), "--output_dir", "x", "--use_cpu", "--bf16", "false"]
         )
         assert drafter.block_size == 16 and isinstance(loss, LossArguments) and training.learning_rate > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_accelerate_launch_on_two_gpus(tmp_path, sharded):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    target = tiny_target()
+    target.to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    records = [{**record, "input_ids": record["input_ids"].tolist()} for record in answers(target, count=40)]
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "data.parquet")
+    config = RECIPES / f"accelerate_{'fsdp2' if sharded else 'ddp'}.yaml"
+    options = f"""--target {tmp_path}/target --data {tmp_path}/data.parquet --mask_token_id {MASK_ID} --num_hidden_layers 2
+        --eval_data {tmp_path}/data.parquet --block_size 6 --transfer_rank 16 --tokens_per_batch 256 --max_anchors 30
+        --per_device_train_batch_size 1 --bf16 true --max_steps 4 --report_to none --output_dir {tmp_path}/out""".split()
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    script = [str(RECIPES.parent / "train.py"), *options, *(["--shard_target"] if sharded else [])]
+    done = subprocess.run([sys.executable, *launch, *script], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["steps"] == 4
+    assert DSpineModel.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 def test_target_runner_matches_documents_alone():

@@ -216,6 +216,12 @@ def read_dataset(source, split: str = "train"):
     return source
 
 
+def _records(dataset):
+    """Rows as dicts with arrays; pandas in batches is by far the fastest way out of a `datasets.Dataset`."""
+    for batch in dataset.with_format("pandas").iter(10_000):
+        yield from batch.to_dict("records")
+
+
 def encode_conversations(dataset, encoder: ConversationEncoder, workers: int | None = None) -> TokenSequences:
     """All conversations of a `datasets.Dataset`; the report counts `conversations`, `left_out_<reason>` and notes.
 
@@ -276,7 +282,7 @@ def encode_conversations(dataset, encoder: ConversationEncoder, workers: int | N
         detail = f" ({examples[reason]})" if examples.get(reason) else ""
         raise ValueError(f"no conversation can be trained on, mostly because of {reason}{detail}, got {dict(report)}")
     columns = ["input_ids", "loss_mask", "source"]
-    result = from_records(encoded.select(kept).select_columns(columns).with_format("numpy"))
+    result = from_records(_records(encoded.select(kept).select_columns(columns)))
     result.report = report
     return result
 
@@ -308,7 +314,7 @@ def load_sequences(
         if detect_format(dataset.column_names) == "tokens":
             keep = ("input_ids", "prompt_length", "loss_mask", "assistant_masks", "source")
             kept = [name for name in keep if name in dataset.column_names]
-            result += from_records(dataset.select_columns(kept).with_format("numpy"))
+            result += from_records(_records(dataset.select_columns(kept)))
             continue
         if tokenizer is None:
             raise ValueError("conversations need the target's tokenizer, got none; put it into the target's folder")

@@ -194,10 +194,13 @@ def walk_dataset(
 ) -> WalkStatistics:
     """Walks this process's rows (`rank::world`) of a packed dataset; `run_target(row)` gives the taps `[1, L, taps * d]`."""
     sums = WalkStatistics(drafter.config.block_size).to_tensor()
-    for index in range(rank, len(dataset), world):
-        row = {name: torch.from_numpy(array).to(device) for name, array in dataset.row(index).items()}
-        part = walk_row(drafter, run_target(row), row, dataset.documents(index), chunk, flex)
-        sums += part.to_tensor()
+    rows = len(dataset)
+    for index in range(rank, -(-rows // world) * world, world):
+        row = {name: torch.from_numpy(array).to(device) for name, array in dataset.row(index % rows).items()}
+        # all processes run the target equally often: it may be sharded over them
+        taps = run_target(row)
+        if index < rows:
+            sums += walk_row(drafter, taps, row, dataset.documents(index), chunk, flex).to_tensor()
     return WalkStatistics.from_tensor(sums, drafter.config.block_size)
 
 

@@ -17,14 +17,21 @@ from dspine.modeling_dspine.registry_dspine import use_implementation
 from dspine.modeling_dspine.target_dspine import transfer_table
 
 from .fused_cross_entropy import fused_linear_cross_entropy
+from .fused_divergence import fused_linear_divergence
 
 
 @dataclass
 class LossArguments:
-    """Weights of the loss terms. The supervision's kind and weight are the drafter's own (`config.supervision*`)."""
+    """Weights of the loss terms. The supervision's kind and weight are the drafter's own (`config.supervision*`).
+
+    `distance` is `"none"`, `"kl"` or `"tv"`: from the target's distribution to the one that drafts are sampled from (the refined
+    one, if there is refinement), weighted by `distance_weight`. It costs two more sets of logits per slot.
+    """
 
     base_weight: float = 1.0
     refined_weight: float = 1.0
+    distance: str = "none"
+    distance_weight: float = 1.0
     slot_weighting: str = "decay"
     decay_gamma: float | None = None
     dpace_alpha: float = 0.5
@@ -34,14 +41,14 @@ class LossArguments:
     def __post_init__(self):
         for name, allowed in {
             "slot_weighting": ("decay", "dpace", "uniform"),
+            "distance": ("none", "kl", "tv"),
             "cross_entropy_backend": ("auto", "liger"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {list(allowed)}, got {getattr(self, name)!r}")
-        if self.base_weight < 0 or self.refined_weight < 0:
-            raise ValueError(
-                f"base_weight and refined_weight must not be negative, got {self.base_weight} and {self.refined_weight}"
-            )
+        for name in ("base_weight", "refined_weight", "distance_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def gamma(self, block_size: int) -> float:
         """7 for 16 slots, 5 for 10, 4 for 8: DFlash's choices, a straight line between them."""
@@ -129,22 +136,47 @@ def draft_packed(
 class DSpineObjective(DSpinePreTrainedModel):
     """A drafter and its loss as one module, so that DDP, FSDP and autocast see a single forward pass.
 
-    Saves and loads as the drafter itself: checkpoints of a training run are ordinary drafters.
+    Saves and loads as the drafter itself: checkpoints of a training run are ordinary drafters. With an `adapter` (the `PeftModel`
+    around the drafter) it saves that alone.
     """
 
-    def __init__(self, drafter: nn.Module, arguments: LossArguments | None = None, compile: bool = False):
+    def __init__(
+        self, drafter: nn.Module, arguments: LossArguments | None = None, compile: bool = False, adapter=None
+    ):
         super().__init__(drafter.config)
         self.drafter = drafter
+        # not registered as a module: its parameters are the drafter's
+        object.__setattr__(self, "adapter", adapter)
         self.arguments = arguments or LossArguments()
         self._states = torch.compile(self._compute_states, dynamic=False) if compile else self._compute_states
 
+    def get_input_embeddings(self):
+        return None  # borrowed from the target; FSDP asks
+
+    def get_output_embeddings(self):
+        return None
+
     def save_pretrained(self, save_directory, state_dict=None, **kwargs):
+        """Saves the drafter or its adapter; `state_dict` holds this module's tensors, gathered, where they are sharded."""
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
+        if self.adapter is not None:
+            if state_dict is not None:
+                state_dict = {f"base_model.model.{name}": value for name, value in state_dict.items()}
+            self.adapter.save_pretrained(
+                save_directory, state_dict=state_dict, is_main_process=kwargs.get("is_main_process", True)
+            )
+            return
         if self.config.store_transfer_table and self.config.uses_transfer_space:
-            table = self.drafter.ensure_transfer_table()  # A has changed since the table was computed
-            state_dict = None if state_dict is None else state_dict | {"transfer_table": table}
-        return self.drafter.save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+            if state_dict is None:
+                self.drafter.ensure_transfer_table()  # A has changed since the table was computed
+            else:
+                weight, head = state_dict["transfer.weight"], self.drafter.binding.head_weight
+                table = transfer_table(head, weight.to(head.device), self.config.rms_norm_eps, weight.dtype)
+                # the drafter's own A may be sharded, so it must not be asked to compute the table
+                self.drafter.transfer_table, self.drafter._table_is_current = table, True
+                state_dict["transfer_table"] = table
+        self.drafter.save_pretrained(save_directory, state_dict=state_dict, **kwargs)
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         if not any(name.startswith("drafter.") for name in state_dict):
@@ -188,14 +220,17 @@ class DSpineObjective(DSpinePreTrainedModel):
         anchors: torch.Tensor,
         anchor_mask: torch.Tensor,
         masks=None,
+        target_hidden_states: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         r"""
         context_hidden_states (`torch.Tensor` of shape `[1, L, len(target_layer_ids) * hidden_size]`):
             The target's taps of the row.
         input_ids, position_ids, document_starts, loss_mask, anchors, anchor_mask: see [`PackedDataset`].
         masks: of [`slot_masks`].
+        target_hidden_states (`torch.Tensor` of shape `[1, L, hidden_size]`, *optional*):
+            What the target's head sees; needed for a distance.
 
-        Returns a dict of fp32 scalars: `loss`, its unweighted terms (`loss_base`, `loss_refined`, `loss_supervision`), and
+        Returns a dict of fp32 scalars: `loss`, its unweighted terms (`loss_base`, `loss_refined`, `loss_distance`, `loss_supervision`), and
         `accepted_length_base` / `accepted_length_refined`: over all anchors of the row, tokens a round would commit if its left
         neighbours were right.
         """
@@ -227,6 +262,10 @@ class DSpineObjective(DSpinePreTrainedModel):
         # without refinement the base term is the whole loss
         scales = {"base": arguments.base_weight if refined is not None else 1.0, "refined": arguments.refined_weight}
         loss = sum(scales[name] * value for name, value in terms.items())
+        if arguments.distance != "none":
+            proposing = base if refined is None else refined
+            terms["distance"] = mean(self._distance(proposing, target_hidden_states, anchors).view_as(counts))
+            loss = loss + arguments.distance_weight * terms["distance"]
         if similarity is not None:
             terms["supervision"] = mean(1 - similarity)
         elif features is not None:
@@ -245,6 +284,23 @@ class DSpineObjective(DSpinePreTrainedModel):
             float(config.output_multiplier),
             config.final_logit_softcapping,
             self.arguments.cross_entropy_backend,
+        )
+
+    def _distance(self, states, target_hidden_states, anchors):
+        """Distance of the states `[A, T, d]` of all predicted slots to the target's: `[A * T]`."""
+        if target_hidden_states is None:
+            raise ValueError(f"target_hidden_states must be given for distance={self.arguments.distance!r}, got None")
+        config, slots = self.config, states.shape[1]
+        # slot k predicts the token at anchor + k, which the target predicts one position earlier
+        before = anchors[:, None] + torch.arange(slots, device=anchors.device)
+        wanted = target_hidden_states[0, before.clamp_max(target_hidden_states.shape[1] - 1)]
+        return fused_linear_divergence(
+            states.flatten(0, 1),
+            wanted.flatten(0, 1),
+            self.drafter.binding.head_weight,
+            float(config.output_multiplier),
+            config.final_logit_softcapping,
+            self.arguments.distance,
         )
 
     def _transfer_cross_entropy(self, features, labels):

@@ -6,15 +6,23 @@ interrupted run is continued by starting it again with the same arguments.
 
 import gzip
 import hashlib
+import http.client
 import json
 import logging
+import random
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import DynamicCache
+
+from .conversations import ConversationEncoder
 
 
 logger = logging.getLogger(__name__)
@@ -73,30 +81,174 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def answer_with_transformers(target, tokenizer, settings: RegenerationSettings) -> Callable:
-    """A batch answerer on `target.generate`: `answer(prompt_ids, temperature, seed) -> list of token lists` (end token included)."""
+@dataclass
+class Task:
+    """A prompt ready to be answered: its conversation and the token ids that the target is given."""
 
-    def answer(prompt_ids: list[list[int]], temperature: float, seed: int) -> list[list[int]]:
-        width = max(map(len, prompt_ids))
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompt_ids], device=target.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompt_ids], device=target.device)
+    messages: list[dict]
+    prompt_ids: list[int]
+    source: str = ""
+
+
+def answer_with_transformers(target, tokenizer, settings: RegenerationSettings, segment: int = 128) -> Callable:
+    """An answerer on `target.generate`: `answer(tasks, temperature, seed)` gives a list of token lists, end token included.
+
+    Every `segment` tokens the rows that have ended leave the batch and its cache, so that one long answer does not make all others
+    cost until its end.
+    """
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+
+    def answer(tasks: list[Task], temperature: float, seed: int) -> list[list[int]]:
+        prompts = [task.prompt_ids for task in tasks]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=target.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
         torch.manual_seed(seed)
-        options = {"do_sample": False}
+        options = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         if temperature > 0:
             options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        texts = target.generate(
-            ids, attention_mask=mask, max_new_tokens=settings.max_new_tokens, pad_token_id=pad, **options
-        )
-        ends = target.generation_config.eos_token_id
-        ends = set(ends if isinstance(ends, list) else [ends])
-        answers = []
-        for row in texts[:, width:].tolist():
-            stop = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-            answers.append(row[:stop])
+        rows, cache = list(range(len(prompts))), DynamicCache(config=target.config)
+        answers: list[list[int]] = [[] for _ in prompts]
+        while rows:
+            left = settings.max_new_tokens - (ids.shape[1] - width)
+            begin = ids.shape[1]
+            ids = target.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                max_new_tokens=min(segment, left),
+                pad_token_id=pad,
+                **options,
+            )
+            going = []
+            for i, new in enumerate(ids[:, begin:].tolist()):
+                stop = next((n + 1 for n, token in enumerate(new) if token in ends), None)
+                answers[rows[i]] += new[:stop]
+                if stop is None and ids.shape[1] - width < settings.max_new_tokens:
+                    going.append(i)
+            if len(going) < len(rows):
+                rows = [rows[i] for i in going]
+                kept = torch.tensor(going, dtype=torch.long, device=ids.device)
+                ids, mask = ids[kept], mask[kept]
+                if going:
+                    cache.batch_select_indices(kept)
+            mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
         return answers
 
     return answer
+
+
+class ServerError(RuntimeError):
+    """The server cannot be used: unreachable after all retries, or it refuses every request of this kind."""
+
+
+def answer_with_server(
+    url: str,
+    encoder: ConversationEncoder,
+    settings: RegenerationSettings,
+    model: str | None = None,
+    concurrency: int = 64,
+    retries: int = 6,
+    timeout: float = 600.0,
+    api_key: str | None = None,
+) -> Callable:
+    """An answerer on the chat completions of an OpenAI-compatible server (SGLang, vLLM, ...).
+
+    The server returns text. Its token ids are made by rendering the answered conversation with the chat template and tokenising what
+    it adds to the prompt; they can differ from the ids that the target sampled, since different ids can spell the same text.
+    An answer that was cut off by `max_new_tokens` gets no end-of-turn token. Thinking goes to the server as
+    `chat_template_kwargs.enable_thinking`, and the thoughts that it reports apart (`reasoning_content`) are part of the answer.
+
+    Args:
+        url: of the server, with or without `/v1`.
+        model: name in requests; default: the first one that the server lists.
+        concurrency: requests at a time.
+        retries: of a request after connection errors, time-outs and statuses 408, 409, 429 and 5xx, waiting twice as long each time.
+        timeout: seconds for one answer.
+
+    Returns:
+        `answer(tasks, temperature, seed)`: token lists, None for a prompt that the server refuses (statuses 400, 413, 422).
+
+    Raises:
+        ServerError: (also in `answer`) a request fails for good.
+    """
+    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+
+    def request(path: str, body: dict | None = None) -> dict:
+        data = None if body is None else json.dumps(body).encode()
+        for attempt in range(retries + 1):
+            try:
+                with urllib.request.urlopen(
+                    urllib.request.Request(base + path, data, headers), timeout=timeout
+                ) as reply:
+                    return json.load(reply)
+            except urllib.error.HTTPError as error:
+                text = error.read().decode(errors="replace")[:300]
+                if error.code in (400, 413, 422):
+                    raise ValueError(text) from error
+                problem = f"status {error.code}: {text}"
+                if error.code not in (408, 409, 429) and error.code < 500:
+                    raise ServerError(f"{base}{path} refuses requests ({problem})") from error
+            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if attempt < retries:
+                time.sleep(min(30.0, 0.5 * 2**attempt) * (0.5 + random.random() / 2))
+        raise ServerError(f"{base}{path} gave no answer after {retries + 1} attempts ({problem})")
+
+    name = model or request("/models")["data"][0]["id"]
+    refusals = []
+
+    def ask(task: Task, temperature: float, seed: int) -> list[int] | None:
+        body = {
+            "model": name,
+            "messages": task.messages,
+            "temperature": temperature,
+            "top_p": 1.0,
+            "max_tokens": settings.max_new_tokens,
+            "seed": seed,
+        }
+        if settings.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": settings.thinking}
+        try:
+            choice = request("/chat/completions", body)["choices"][0]
+        except ValueError as error:
+            refusals.append(str(error))
+            if len(refusals) == 1:
+                logger.warning(f"the server refuses a prompt: {error}")
+            return None
+        return answer_ids(encoder, task.messages, choice)
+
+    def answer(tasks: list[Task], temperature: float, seed: int) -> list[list[int] | None]:
+        with ThreadPoolExecutor(concurrency) as pool:
+            futures = [pool.submit(ask, task, temperature, seed + i) for i, task in enumerate(tasks)]
+            try:
+                return [future.result() for future in futures]
+            except ServerError:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    return answer
+
+
+def answer_ids(encoder: ConversationEncoder, messages: list[dict], choice: dict) -> list[int] | None:
+    """Token ids of a chat completion's `choice`: what the chat template adds to the prompt for it. None if it is empty."""
+    reply = choice["message"]
+    content, thoughts = reply.get("content") or "", reply.get("reasoning_content") or reply.get("reasoning")
+    if not content.strip() and not thoughts:
+        return None
+    finished = choice.get("finish_reason") == "stop"
+    turn = {"role": "assistant", "content": content} | ({"reasoning_content": thoughts} if thoughts else {})
+    before, after = encoder.render(messages, prompt=True), encoder.render([*messages, turn]).rstrip()
+    if not after.startswith(before):
+        # the template rewrites what it asked: the text itself, and the end-of-turn token
+        after = before + content + (encoder.tokenizer.eos_token if finished else "")
+    elif not finished:
+        last = (content if content.strip() else thoughts).strip()
+        after = after[: after.rfind(last) + len(last)]
+    return encoder.tokenizer(after[len(before) :], add_special_tokens=False).input_ids
 
 
 def regenerate(
@@ -113,11 +265,12 @@ def regenerate(
     Columns: `input_ids`, `prompt_length`, `source`, `temperature`, `thinking`, `target`.
 
     Args:
-        answer: see [`answer_with_transformers`].
+        answer: see [`answer_with_transformers`] and [`answer_with_server`].
         time_limit: seconds after which no further batch is begun.
 
     Raises:
         ValueError: `output_dir` holds shards of other prompts or settings.
+        ServerError: the server cannot be used; what is answered so far is kept.
     """
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -129,39 +282,41 @@ def regenerate(
         raise ValueError(f"{output_dir} holds answers to other prompts or with other settings; choose another folder")
     stamp.write_text(fingerprint)
     template = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
-    tasks, counts = {}, {"prompts": len(prompts), "too_long": 0, "answered": 0, "tokens": 0}
+    by_temperature: dict[float, list[Task]] = {}
+    counts = {"prompts": len(prompts), "too_long": 0, "answered": 0, "unanswered": 0, "tokens": 0}
     for number, prompt in enumerate(prompts):
         ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False, **template)
         if len(ids) > settings.max_prompt_tokens:
             counts["too_long"] += 1
             continue
         temperature = settings.temperatures[number % len(settings.temperatures)]
-        tasks.setdefault(temperature, []).append((list(ids), prompt.source))
+        by_temperature.setdefault(temperature, []).append(Task(prompt.messages, list(ids), prompt.source))
     batches = []
-    for temperature, items in tasks.items():
-        items.sort(key=lambda item: len(item[0]))
+    for temperature, tasks in by_temperature.items():
+        tasks.sort(key=lambda task: len(task.prompt_ids))
         batches += [
-            (temperature, items[i : i + settings.batch_size]) for i in range(0, len(items), settings.batch_size)
+            (temperature, tasks[i : i + settings.batch_size]) for i in range(0, len(tasks), settings.batch_size)
         ]
     # long and short batches mixed, so that the progress bar's estimate is right from the start
     order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(settings.seed)).tolist()
     progress = tqdm(order, desc="answering", unit="batch")
     for number in progress:
-        temperature, items = batches[number]
+        temperature, tasks = batches[number]
         shard = output_dir / f"part-{number:05d}.parquet"
         if not shard.exists():
             if time_limit is not None and time.monotonic() - started > time_limit:
                 logger.warning("time limit reached; start again to continue")
                 break
-            answers = answer([ids for ids, _ in items], temperature, settings.seed + number)
+            answers = answer(tasks, temperature, settings.seed + number * settings.batch_size)
+            done = [(task, new) for task, new in zip(tasks, answers) if new]
             table = pa.table(
                 {
-                    "input_ids": pa.array([ids + new for (ids, _), new in zip(items, answers)], pa.list_(pa.int32())),
-                    "prompt_length": pa.array([len(ids) for ids, _ in items], pa.int32()),
-                    "source": [source for _, source in items],
-                    "temperature": pa.array([temperature] * len(items), pa.float32()),
-                    "thinking": pa.array([settings.thinking] * len(items), pa.bool_()),
-                    "target": [target_name] * len(items),
+                    "input_ids": pa.array([task.prompt_ids + new for task, new in done], pa.list_(pa.int32())),
+                    "prompt_length": pa.array([len(task.prompt_ids) for task, _ in done], pa.int32()),
+                    "source": pa.array([task.source for task, _ in done], pa.string()),
+                    "temperature": pa.array([temperature] * len(done), pa.float32()),
+                    "thinking": pa.array([settings.thinking] * len(done), pa.bool_()),
+                    "target": pa.array([target_name] * len(done), pa.string()),
                 }
             )
             part = shard.with_suffix(".tmp")
@@ -169,9 +324,20 @@ def regenerate(
             part.rename(shard)
         table = parquet.read_table(shard, columns=["input_ids", "prompt_length"])
         counts["answered"] += len(table)
+        counts["unanswered"] += len(tasks) - len(table)
         counts["tokens"] += sum(map(len, table["input_ids"].to_pylist())) - sum(table["prompt_length"].to_pylist())
         progress.set_postfix(tokens=counts["tokens"])
     return counts
 
 
-__all__ = ["Prompt", "RegenerationSettings", "answer_with_transformers", "read_prompts", "regenerate"]
+__all__ = [
+    "Prompt",
+    "RegenerationSettings",
+    "ServerError",
+    "Task",
+    "answer_ids",
+    "answer_with_server",
+    "answer_with_transformers",
+    "read_prompts",
+    "regenerate",
+]

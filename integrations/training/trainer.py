@@ -6,15 +6,20 @@ file adds the target's pass (`TargetRunner`), hands its taps to the objective, a
 
 import copy
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from dspine.modeling_dspine.hub_dspine import card_text
 from dspine.modeling_dspine.modeling_dspine import DSpineModel
 from dspine.modeling_dspine.target_dspine import TapRecorder
 
 from .data import EpochSampler, PackedDataset, single_row
+from .lora import merge_adapter
 from .masks import PACKED_ATTENTION, slot_masks, target_mask
 from .metrics import WalkStatistics, walk_dataset
 from .objective import DSpineObjective, LossArguments
@@ -44,22 +49,41 @@ class TargetRunner:
     def device(self) -> torch.device:
         return self.target.device
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a pass is an operation that all processes take part in."""
+        return any(isinstance(p, DTensor) for p in self.target.parameters())
+
     @torch.no_grad()
-    def __call__(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Taps `[1, L, len(target_layer_ids) * d]` of a row (tensors without batch dimension, see [`PackedDataset`])."""
+    def __call__(self, row: dict[str, torch.Tensor], final: bool = False):
+        """Taps `[1, L, len(target_layer_ids) * d]` of a row (tensors without batch dimension, see [`PackedDataset`]); with `final`
+        also what the target's head sees, `[1, L, d]`."""
         flex = self.device.type == "cuda"
         masks = {kind: target_mask(row["document_starts"], window, flex) for kind, window in self.windows.items()}
         # the mask is final, so Transformers passes it on as it is; models with one kind of layer take it bare
         mask = next(iter(masks.values())) if len(masks) == 1 else masks
         # as in serving: no casts but the model's own
         with torch.autocast(self.device.type, enabled=False):
-            self.decoder(
+            outputs = self.decoder(
                 input_ids=row["input_ids"][None],
                 attention_mask=mask,
                 position_ids=row["position_ids"][None],
                 use_cache=False,
             )
-        return self.taps.take(self.device)
+        taps = self.taps.take(self.device)
+        return (taps, outputs.last_hidden_state) if final else taps
+
+
+def shard_target(target: nn.Module, device: torch.device) -> nn.Module:
+    """Spreads the target's decoder layers over all processes (FSDP2), for targets that one device cannot hold beside the drafter.
+
+    Every layer is gathered for the moment it computes. Embeddings, final norm and head stay whole on `device`: the loss and the
+    transfer space read their rows.
+    """
+    for layer in target.get_decoder().layers:
+        # said explicitly: PyTorch keeps a layer that has no sharded parent gathered
+        fully_shard(layer.requires_grad_(False), reshard_after_forward=True)
+    return target.to(device)
 
 
 class DSpineTrainer(Trainer):
@@ -67,13 +91,16 @@ class DSpineTrainer(Trainer):
 
     Args:
         model: the drafter, bound to `target` (`drafter.bind_target(target, init_transfer=True)` for a new one), in fp32: the
-            master weights of a run with `bf16=True`.
+            master weights of a run with `bf16=True`. Or a `PeftModel` around it (see `lora.py`), of which checkpoints and the final
+            folder hold the adapter.
         target: the target, in the dtype it is served in.
         args: `TrainingArguments`; `per_device_train_batch_size` must be 1, a row being a whole batch.
         train_dataset, eval_dataset: a [`PackedDataset`] each; a dict of them for several evaluation sets.
         loss_arguments: weights of the loss.
         compile_drafter, compile_target: compile the drafter's pass (the part before the output head) or the target's.
         eval_chunk: anchors per pass in evaluation; bounds its memory.
+        export_dtype: of the drafter that `save_model()` and `push_to_hub()` write into `output_dir`; None leaves it in fp32, as
+            checkpoints are.
         Everything else as in `Trainer`.
 
     Raises:
@@ -92,6 +119,7 @@ class DSpineTrainer(Trainer):
         compile_drafter: bool = False,
         compile_target: bool = False,
         eval_chunk: int = 256,
+        export_dtype: torch.dtype | None = torch.bfloat16,
         **kwargs,
     ):
         if args.per_device_train_batch_size != 1:
@@ -103,14 +131,19 @@ class DSpineTrainer(Trainer):
             raise ValueError(
                 f"one process must see one GPU, got {args.n_gpu}; start it with torchrun, or set CUDA_VISIBLE_DEVICES"
             )
-        if model.binding.lm_head is not target.get_output_embeddings():
+        adapter, drafter = None, model
+        if not isinstance(model, DSpineModel):
+            adapter, drafter = model, model.get_base_model()
+        if drafter.binding.lm_head is not target.get_output_embeddings():
             raise ValueError("the drafter must be bound to the given target, got one bound to another model")
         # rows are not columns of the model's signature
         args.remove_unused_columns = False
-        model.set_attn_implementation(PACKED_ATTENTION)
-        objective = DSpineObjective(model, loss_arguments, compile=compile_drafter)
+        drafter.set_attn_implementation(PACKED_ATTENTION)
+        objective = DSpineObjective(drafter, loss_arguments, compile=compile_drafter, adapter=adapter)
+        self.distance = objective.arguments.distance != "none"
         self.eval_chunk = eval_chunk
-        self.run_target = TargetRunner(target, model.config.target_layer_ids, compile=compile_target)
+        self.adapter, self.export_dtype = adapter, export_dtype
+        self.run_target = TargetRunner(target, drafter.config.target_layer_ids, compile=compile_target)
         self._sums: dict[str, torch.Tensor] = {}
         self._summed = 0
         super().__init__(
@@ -122,7 +155,9 @@ class DSpineTrainer(Trainer):
             **kwargs,
         )
         self.model_accepts_loss_kwargs = False
-        if self.target.device.type != args.device.type or self.target.device != next(model.parameters()).device:
+        if adapter is not None and self.is_fsdp_enabled:
+            raise ValueError("an adapter is trained data parallel, got FSDP; a drafter under LoRA needs no sharding")
+        if not self.run_target.sharded and self.target.device != args.device:
             self.target.to(args.device)
 
     @property
@@ -133,13 +168,37 @@ class DSpineTrainer(Trainer):
     def target(self) -> nn.Module:
         return self.run_target.target
 
+    def whole_drafter(self, state_dict: dict[str, torch.Tensor] | None = None) -> DSpineModel:
+        """The drafter with all its weights on this device: itself, or under FSDP a bound copy with gathered weights.
+
+        Args:
+            state_dict: the objective's tensors, already gathered; otherwise all processes must call this together.
+        """
+        if state_dict is None and not any(isinstance(p, DTensor) for p in self.drafter.parameters()):
+            return self.drafter
+        if state_dict is None:
+            state_dict = self.accelerator.unwrap_model(self.model).state_dict()
+        parameters = {
+            name.removeprefix("drafter."): value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in state_dict.items()
+        }
+        whole = DSpineModel(self.drafter.config).float().to(self.args.device)
+        whole.load_state_dict(parameters)
+        whole.bind_target(self.target)
+        if whole.config.uses_transfer_space:
+            whole.ensure_transfer_table()
+        return whole.train(self.drafter.training)
+
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochSampler(len(dataset), seed)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        taps = self.run_target(inputs)
+        if self.distance:
+            taps, inputs["target_hidden_states"] = self.run_target(inputs, final=True)
+        else:
+            taps = self.run_target(inputs)
         flex = taps.device.type == "cuda"
         masks = slot_masks(self.drafter.config, inputs["anchors"], inputs["document_starts"], flex)
         outputs = model(context_hidden_states=taps, masks=masks, **inputs)
@@ -175,10 +234,9 @@ class DSpineTrainer(Trainer):
                 metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
         started = time.perf_counter()
-        drafter, was_training = self.drafter, self.model.training
-        device = self.args.device
+        was_training, device = self.model.training, self.args.device
         self.model.eval()
-        drafter.eval()
+        drafter = self.whole_drafter().eval()
         try:
             with self.accelerator.autocast():  # as the training step has it
                 statistics = walk_dataset(
@@ -201,10 +259,46 @@ class DSpineTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    # ---- saving -----------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        final = output_dir is None or Path(output_dir) == Path(self.args.output_dir)
+        if final and self.args.should_save and self.adapter is None and self.export_dtype is not None:
+            # over the master weights just written; the card is kept
+            export_drafter(self.whole_drafter(state_dict), self.args.output_dir, self.export_dtype)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.adapter is None:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.adapter, load_peft_weights(resume_from_checkpoint, device="cpu"))
+
+    def _load_best_model(self) -> None:
+        if self.adapter is None:
+            return super()._load_best_model()
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def create_model_card(self, **kwargs) -> None:
+        """The drafter's own card (see `hub_dspine.py`) with the name of the repository; one that was edited is kept, and an
+        adapter's is left to `peft`. The arguments of Trainer's method are accepted and not used."""
+        if not self.is_world_process_zero() or self.adapter is not None:
+            return
+        config, card = self.drafter.config, Path(self.args.output_dir) / "README.md"
+        if not card.exists() or card.read_text(encoding="utf-8") == card_text(config, str(self.args.output_dir)):
+            card.write_text(card_text(config, self.hub_model_id or str(self.args.output_dir)), encoding="utf-8")
+
 
 def export_drafter(drafter: DSpineModel, directory: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Saves a copy of a (bound) drafter in the dtype it is served in, with the transfer table if the configuration stores it."""
-    final = copy.deepcopy(drafter).to(dtype)
+    """Saves a copy of a (bound) drafter in the dtype it is served in, with the transfer table if the configuration stores it.
+
+    A `PeftModel` around a drafter is merged first.
+    """
+    final = copy.deepcopy(drafter)
+    if not isinstance(final, DSpineModel):
+        final = merge_adapter(final)
+    final = final.to(dtype)
     if final.config.store_transfer_table and final.config.uses_transfer_space:
         final.train().eval()  # the table must be that of the rounded A
         final.ensure_transfer_table()
@@ -235,4 +329,4 @@ class TimeLimitCallback(TrainerCallback):
         return control
 
 
-__all__ = ["DSpineTrainer", "TargetRunner", "TimeLimitCallback", "export_drafter"]
+__all__ = ["DSpineTrainer", "TargetRunner", "TimeLimitCallback", "export_drafter", "shard_target"]
