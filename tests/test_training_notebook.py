@@ -36,6 +36,9 @@ def test_notebook_on_a_tiny_target(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    os.environ.get("DSPINE_SLOW") != "1", reason="takes two minutes on two cores; run with DSPINE_SLOW=1"
+)
 def test_notebook_on_the_real_target(monkeypatch, tmp_path, smollm2_target):
     monkeypatch.delenv("DSPINE_TINY", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
