@@ -96,6 +96,7 @@ def compare(target, start, mask, expected, got):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a minute or two, but the cores may be shared
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_fourteen_prompts(smollm2_target, prompts, batch_size):
     """Two of each set; alone and in ragged batches of seven."""

@@ -61,6 +61,8 @@ OPTIONS = {
 PROMPTS = [[3, 4, 5, 1, 8, 2, 7], [6, 2, 2], [5], [7, 1, 4, 4, 3]]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # half a minute each, but the cores may be shared
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("refinement", [True, False], ids=["dspine", "dflash"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one prompt", "four ragged"])
