@@ -40,7 +40,8 @@ def read_prompts(args) -> list[dict]:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.target)
         rows = []
         for path in sorted(Path(args.bench_dir).glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").split("\n"):
+            # not splitlines(): JSON strings may hold Unicode line separators
+            for line in filter(None, path.read_text(encoding="utf-8").split("\n")):
                 message = [{"role": "user", "content": json.loads(line)["turns"][0]}]
                 options = {"enable_thinking": False} if "enable_thinking" in (tokenizer.chat_template or "") else {}
                 text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **options)
