@@ -4,14 +4,16 @@
 
 Every number of a run comes from one process. Serving is timed as CUDA graphs, whose replays are interleaved so that a drifting clock
 meets all variants alike; the cost of the injections inside the draft pass is the difference between the pass with and without them,
-which leaves no weights in the cache that a real pass would have pushed out. `--sweep` times other tile sizes instead.
+which leaves no weights in the cache that a real pass would have pushed out.
+
+`--sweep` instead times, for every size class, the configuration in the kernels' tables against the one it replaced and some others,
+and says which wins.
 
 A section that fails is recorded with its error, and the others go on.
 """
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import statistics
@@ -44,9 +46,7 @@ def parse_arguments():
     parser.add_argument(
         "--budget", type=float, default=210, help="seconds after which comparisons with torch.compile are left out"
     )
-    parser.add_argument(
-        "--sweep", nargs="?", const="", help="time other tile sizes instead, of tables whose name contains this"
-    )
+    parser.add_argument("--sweep", action="store_true", help="compare configurations of the kernels instead")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the script")
     return parser.parse_args()
 
@@ -75,15 +75,15 @@ def normal(*shape, scale=0.02, mean=0.0):
 # --- timing ---------------------------------------------------------------------------------------------------------------------
 
 
-def capture(function, unroll: int = 1) -> torch.cuda.CUDAGraph:
+def capture(function, unroll: int = 1, gradients: bool = False) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.no_grad():
+    with torch.cuda.stream(stream), torch.set_grad_enabled(gradients):
         for _ in range(3):
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
+    with torch.set_grad_enabled(gradients), torch.cuda.graph(graph):
         for _ in range(unroll):
             function()
     return graph
@@ -264,9 +264,9 @@ def serving_work(shape, N: int) -> dict:
 
 
 def backward_work(shape, M: int) -> dict:
-    """Recomputing the gate takes three products of M x r x d, its backward six, the feature's two."""
+    """Of a backward that starts from the stored products of gate and write: six products of M x r x d for these, two for the feature."""
     d, r = shape.d, shape.r
-    return {"bytes": 2 * (3 * M * d + 2 * M * r + 2 * 4 * r * d), "flops": 2 * M * r * d * 11}
+    return {"bytes": 2 * (5 * M * d + 2 * M * r + 2 * 4 * r * d), "flops": 2 * M * r * d * 8}
 
 
 def against_floor(us: float, work: dict, ceilings: dict) -> dict:
@@ -434,37 +434,51 @@ def measure_references(report, shape, args, drafter, N, compiled):
         report["serving"][str(N)]["us"][f"{name}_{suffix}"] = times[name]
 
 
-def measure_training(report, shape, args):
-    """Forward and backward of one injection at a training step's number of slots."""
-    ops = kernel_operations()
-    M = shape.training_blocks * shape.B
+def training_inputs(shape):
+    """Inputs that need gradients, and gradients of the outputs."""
+    blocks = shape.training_blocks
     inputs = [
-        normal(shape.training_blocks, shape.B, shape.d, scale=1.0),
-        reference.rms(normal(shape.training_blocks, shape.r, scale=1.0), EPS),
+        normal(blocks, shape.B, shape.d, scale=1.0),
+        reference.rms(normal(blocks, shape.r, scale=1.0), EPS),
         normal(shape.d, scale=0.1, mean=1.0),
         normal(shape.r, shape.d),
         normal(shape.d, 2 * shape.r),
         normal(shape.d),
         normal(shape.d, shape.r),
     ]
-    inputs = [tensor.requires_grad_() for tensor in inputs]
-    grads = [
-        torch.randn_like(inputs[0]),
-        torch.randn(shape.training_blocks, shape.B, shape.r, device="cuda").bfloat16(),
-    ]
+    grads = [normal(blocks, shape.B, shape.d, scale=1.0), normal(blocks, shape.B, shape.r, scale=1.0)]
+    return [tensor.requires_grad_() for tensor in inputs], grads
+
+
+def training_times(function, inputs, grads, **kwargs) -> dict:
+    """Microseconds of forward and backward in CUDA graphs; the backward is what both take together less the forward."""
+
+    def both():
+        return torch.autograd.grad(function(*inputs, EPS), inputs, grads)
+
+    graphs = {
+        "forward": capture(lambda: function(*inputs, EPS), gradients=True),
+        "both": capture(both, gradients=True),
+    }
+    us = interleaved_times({name: graph.replay for name, graph in graphs.items()}, **kwargs)
+    return {"forward": us["forward"], "backward": us["both"] - us["forward"]}
+
+
+def measure_training(report, shape, args):
+    """Forward and backward of one injection at a training step's number of slots."""
+    ops = kernel_operations()
+    M = shape.training_blocks * shape.B
+    inputs, grads = training_inputs(shape)
     variants = {"triton": ops.gated_adjacent_injection, "eager": reference.gated_adjacent_injection}
     if time.perf_counter() - START < args.budget:
         variants["compiled"] = torch.compile(reference.gated_adjacent_injection, dynamic=False)
-    # the backward is timed again and again on one graph
+    # a graph's backward is captured more than once
     torch._functorch.config.donated_buffer = False
-    launches = {}
+    times = {}
     for name, function in variants.items():
-        outputs = function(*inputs, EPS)
-        launches[f"{name}_forward"] = lambda function=function: function(*inputs, EPS)
-        launches[f"{name}_backward"] = lambda outputs=outputs: torch.autograd.grad(
-            outputs, inputs, grads, retain_graph=True
-        )
-    times = interleaved_times(launches, rounds=7, target_ms=10)
+        us = training_times(function, inputs, grads, rounds=7, target_ms=10)
+        times |= {f"{name}_{part}": value for part, value in us.items()}
+        torch.cuda.empty_cache()
     forward = {
         "bytes": serving_work(shape, shape.training_blocks)["injection"]["bytes"],
         "flops": 2 * M * 4 * shape.r * shape.d,
@@ -477,11 +491,12 @@ def measure_training(report, shape, args):
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
-            launches["triton_forward"]()
-            launches["triton_backward"]()
+            torch.autograd.grad(ops.gated_adjacent_injection(*inputs, EPS), inputs, grads)
         torch.cuda.synchronize()
-    rows = [(event.key[:80], event.device_time_total / 3) for event in profile.key_averages()]
-    report["training"]["kernels_us"] = dict(sorted(rows, key=lambda row: -row[1])[:16])
+    rows = {}
+    for event in profile.key_averages():
+        rows[event.key[:80]] = rows.get(event.key[:80], 0) + event.device_time_total / 3
+    report["training"]["kernels_us"] = dict(sorted(rows.items(), key=lambda row: -row[1])[:16])
 
 
 def measure_rounds(report, shape, args, drafter):
@@ -512,130 +527,140 @@ def measure_rounds(report, shape, args, drafter):
         report["rounds"][str(N)] = {"us": us, "extra": us["dspine"] / us["dflash"] - 1}
 
 
-# --- tile sizes -----------------------------------------------------------------------------------------------------------------
+# --- configurations -----------------------------------------------------------------------------------------------------------------
 
 
 def sweep(report, shape, args):
-    """Times candidates for the tables in `kernels/`, best first."""
-    from dspine.kernels import injection, transition_cache
-    from dspine.kernels.injection import BackwardConfig, ForwardConfig, Tile
+    """The kernels' tables against the configurations that they replaced, per size class."""
+    from dspine.kernels import injection, select_candidates, transition_cache
+    from dspine.kernels.injection import ForwardConfig, Tile
     from dspine.kernels.transition_cache import TransitionConfig
 
-    ops = kernel_operations()
-    whole = shape.r
+    ops, whole = kernel_operations(), shape.r
     # weights of more layers than fit the second-level cache, since a backbone's layers would have emptied it
-    shape.L = 16
+    layers, shape.L = shape.L, 16
     drafter = Drafter(shape, normal(shape.V, shape.d))
     results = report["sweep"] = {}
 
-    def rank(name, module, attribute, configs, function):
-        if args.sweep not in name:
-            return
+    def contest(name, module, attribute, rivals, function):
         original, times = getattr(module, attribute), {}
-        for config in configs:
-            setattr(module, attribute, lambda *a, config=config: config)
+        for rival, config in {"table": None, **rivals}.items():
+            if config is not None:
+                setattr(module, attribute, lambda *a, config=config: config)
             try:
-                times[repr(config)] = function()
+                times[rival] = function()
             except Exception as error:  # too much shared memory, for one
-                times[repr(config)] = float("inf")
-                print(f"  {config}: {type(error).__name__}: {str(error)[:80]}")
-        setattr(module, attribute, original)
-        times["table"] = function()
-        results[name] = dict(sorted(times.items(), key=lambda item: item[1]))
-        print(name, *[f"\n  {us:9.2f} us  {config}" for config, us in list(results[name].items())[:6]], flush=True)
+                times[rival] = None
+                print(f"  {name}, {rival}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            setattr(module, attribute, original)
+        measured = {rival: us for rival, us in times.items() if us is not None}
+        winner = min(measured, key=measured.get) if measured else None
+        results[name] = {"us": times, "winner": winner}
+        listed = "; ".join(f"{rival} {us:.1f}" for rival, us in sorted(measured.items(), key=lambda item: item[1]))
+        print(f"{name}: {listed} -> {winner}", flush=True)
 
-    def injections():
-        return (
-            graph_times({"x": lambda: drafter.inject_all(ops.gated_adjacent_injection)}, unroll=2, rounds=5)["x"]
-            / shape.L
+    def times_in_graph(function, per=1, **kwargs):
+        return graph_times({"x": function}, unroll=2, rounds=7, **kwargs)["x"] / per
+
+    before = {
+        1: ForwardConfig("parts", 4, Tile(16, 16, 256, 4, 4), Tile(16, whole, 32, 8, 1)),
+        8: ForwardConfig("parts", 4, Tile(32, 32, 128, 4, 4), Tile(32, whole, 64, 8, 1)),
+        64: ForwardConfig("scaled", 1, Tile(64, 64, 64, 4, 4), Tile(128, 32, 64, 8, 3)),
+    }
+    library = {
+        "library": ForwardConfig("library", 1, None),
+        "library, 8 parts": ForwardConfig("library", 8, Tile(128, 128, 64, 8, 3)),
+        "library, 16 parts": ForwardConfig("library", 16, Tile(64, 128, 64, 4, 4)),
+    }
+    reduced = {
+        1: {
+            "reduced": ForwardConfig("reduced", 16, Tile(16, 32, 256, 4, 1), Tile(16, whole, 32, 8, 1)),
+            "reduced, 8 parts": ForwardConfig("reduced", 8, Tile(16, 16, 256, 4, 2), Tile(16, whole, 32, 4, 1)),
+        },
+        8: {
+            "reduced, 32 rows": ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(32, whole, 64, 8, 1)),
+            "reduced, 8 parts": ForwardConfig("reduced", 8, Tile(32, 64, 128, 4, 4), Tile(64, whole, 64, 8, 1)),
+            "reduced, 32 channels": ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(64, whole, 32, 4, 1)),
+        }
+        | library,
+        64: {
+            "reduced": ForwardConfig("reduced", 8, Tile(128, 128, 64, 8, 3), Tile(64, whole, 64, 8, 1)),
+        }
+        | library,
+    }
+    for N in args.batches:
+        drafter.set_batch(N)
+        rivals = ({"before": before[N]} | reduced[N]) if N in before else {}
+        contest(
+            f"injection, batch {N}",
+            injection,
+            "forward_config",
+            rivals,
+            lambda inject_all=drafter.inject_all: times_in_graph(
+                lambda: inject_all(ops.gated_adjacent_injection), per=shape.L
+            ),
         )
 
-    parts = [
-        ForwardConfig("parts", splits, Tile(16, br, bd, w, s), gate)
-        for splits, (br, bd, w, s) in itertools.product((2, 4, 8), ((16, 256, 4, 4), (16, 128, 4, 6), (32, 128, 4, 4)))
-        for gate in (Tile(16, whole, 32, 8, 1), Tile(16, whole, 32, 4, 1), Tile(16, whole, 16, 4, 1))
-    ]
-    scaled_small = [
-        ForwardConfig("scaled", 1, Tile(16, 16, 256, 4, s), Tile(16, 64, bd, 4, 4)) for s in (3, 5) for bd in (16, 32)
-    ]
-    middle = [
-        ForwardConfig("parts", splits, feature, gate)
-        for splits in (2, 4)
-        for feature in (Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 4, 3))
-        for gate in (Tile(32, whole, 64, 8, 1), Tile(32, whole, 32, 8, 1), Tile(16, whole, 64, 8, 1))
-    ] + [
-        ForwardConfig("scaled", 1, feature, gate)
-        for feature in (Tile(16, 16, 256, 4, 4), Tile(32, 16, 128, 4, 5), Tile(32, 32, 128, 4, 4))
-        for gate in (Tile(32, 64, 32, 4, 4), Tile(64, 64, 32, 4, 3), Tile(64, 64, 64, 4, 3), Tile(128, 64, 32, 8, 3))
-    ]
-    large = [
-        ForwardConfig("scaled", 1, feature, gate)
-        for feature in (Tile(64, 64, 64, 4, 4), Tile(64, 32, 64, 4, 5), Tile(64, 64, 128, 4, 3))
-        for gate in (Tile(128, 32, 64, 8, 3), Tile(64, 32, 64, 4, 4), Tile(128, 64, 64, 8, 3), Tile(64, 64, 128, 8, 3))
-    ]
-    for N, configs in ((1, parts + scaled_small), (8, middle), (64, large)):
-        drafter.set_batch(N)
-        rank(f"injection N={N}", injection, "forward_config", configs, injections)
-
-    def caches(N):
+    caches = {
+        1: {
+            "before": TransitionConfig(4, 64, whole, 32, 4, 2, False),
+            "16 parts": TransitionConfig(4, 64, whole, 16, 4, 2),
+            "128 rows": TransitionConfig(8, 64, whole, 64, 8, 2),
+        },
+        8: {
+            "before": TransitionConfig(4, 64, whole, 4, 4, 2, False),
+            "64 rows": TransitionConfig(4, 64, whole, 4, 4, 2),
+            "32 channels": TransitionConfig(8, 32, whole, 8, 8, 3),
+            "8 parts of chunks": TransitionConfig(8, 64, 64, 8, 8, 3),
+        },
+        64: {
+            "before": TransitionConfig(8, 64, whole, 1, 8, 2, False),
+            "64 rows": TransitionConfig(4, 64, whole, 1, 4, 2),
+            "32 channels": TransitionConfig(8, 32, whole, 1, 8, 3),
+            "chunks": TransitionConfig(8, 64, 64, 1, 8, 3),
+        },
+    }
+    for N in args.batches:
         drafter.set_batch(N)
         candidates = torch.randint(shape.V, (N, shape.B - 1, shape.K), device="cuda")
         features = reference.rms(normal(N, shape.B, shape.r, scale=1.0), EPS)
         arguments = drafter.cache_arguments(drafter.x, features, candidates)
-        return lambda: graph_times({"x": lambda: ops.transition_cache(*arguments)}, unroll=2, rounds=5)["x"]
-
-    tiles = [
-        (4, 64, 4, 2),
-        (4, 32, 4, 2),
-        (4, 32, 4, 3),
-        (8, 32, 8, 2),
-        (8, 32, 8, 3),
-        (8, 64, 8, 2),
-        (8, 64, 8, 1),
-        (8, 64, 4, 2),
-    ]
-    for N, splits in ((1, (16, 32)), (8, (2, 4, 8)), (64, (1, 2))):
-        configs = [TransitionConfig(bs, bd, whole, n, w, s) for bs, bd, w, s in tiles for n in splits]
-        chunked = [TransitionConfig(8, bd, 64, n, 8, s) for bd, s in ((64, 3), (128, 3)) for n in splits]
-        rank(f"transition_cache N={N}", transition_cache, "transition_config", configs + chunked, caches(N))
-
-    M = shape.training_blocks
-    x = normal(M, shape.B, shape.d, scale=1.0)
-    anchor, weights = reference.rms(normal(M, shape.r, scale=1.0), EPS), drafter.injections[0]
-
-    def forward():
-        with torch.no_grad():
-            return interleaved_times({"x": lambda: ops.gated_adjacent_injection(x, anchor, *weights, EPS)}, rounds=5)[
-                "x"
-            ]
-
-    training = [
-        ForwardConfig("normalised", 1, Tile(bm, whole, bd, w, s), gate)
-        for bm, bd, w, s in ((128, 32, 8, 4), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 8, 3))
-        for gate in (
-            Tile(128, 32, 128, 8, 3),
-            Tile(128, 32, 64, 4, 3),
-            Tile(128, 64, 64, 8, 3),
-            Tile(128, 64, 128, 8, 2),
+        contest(
+            f"transition cache, batch {N}",
+            transition_cache,
+            "transition_config",
+            caches.get(N, {}),
+            lambda arguments=arguments: times_in_graph(lambda: ops.transition_cache(*arguments)),
         )
-    ]
-    rank("injection training", injection, "forward_config", training, forward)
-    arguments = [tensor.detach().requires_grad_() for tensor in (x, anchor, *weights)]
-    outputs = ops.gated_adjacent_injection(*arguments, EPS)
-    grads = [torch.randn_like(output) for output in outputs]
+        logits = normal(N, shape.B - 1, shape.V, scale=1.0)
+        contest(
+            f"candidates, batch {N}",
+            select_candidates,
+            "tiles_per_program",
+            {f"{tiles} tiles": tiles for tiles in (1, 2, 4, 8, 16)},
+            lambda logits=logits: times_in_graph(lambda: ops.select_candidates(logits, shape.K)),
+        )
+        del logits
+    drafter, shape.L = None, layers
+    torch.cuda.empty_cache()
 
-    def backward():
-        call = {"x": lambda: torch.autograd.grad(outputs, arguments, grads, retain_graph=True)}
-        return interleaved_times(call, rounds=5)["x"]
+    inputs, grads = training_inputs(shape)
+    rivals = {
+        "before": ForwardConfig("normalised", 1, Tile(128, whole, 32, 8, 4), Tile(128, 32, 128, 8, 3)),
+        "library, one part": ForwardConfig("library", 1, Tile(128, 128, 64, 8, 4)),
+    }
+    parts = {}
 
-    tiles = (Tile(128, 32, 128, 8, 3), Tile(128, 32, 64, 4, 3), Tile(128, 64, 64, 8, 3), Tile(128, 64, 128, 8, 2))
-    rank(
-        "injection backward",
-        injection,
-        "backward_config",
-        [BackwardConfig(a, b) for a in tiles for b in tiles],
-        backward,
-    )
+    def training():
+        us = training_times(ops.gated_adjacent_injection, inputs, grads, rounds=7, target_ms=10)
+        torch.cuda.empty_cache()
+        parts[repr(injection.forward_config(shape.training_blocks * shape.B, whole, 2))] = us
+        return sum(us.values())
+
+    contest("training, forward and backward", injection, "forward_config", rivals, training)
+    results["training, forward and backward"]["parts"] = parts
+    for config, us in parts.items():
+        print(f"  forward {us['forward']:.0f}, backward {us['backward']:.0f}: {config[:90]}", flush=True)
 
 
 # --- output ---------------------------------------------------------------------------------------------------------------------
@@ -739,7 +764,7 @@ def main():
         "errors": {},
         "section_s": {},
     }
-    if args.sweep is not None:
+    if args.sweep:
         run_section(report, "sweep", sweep, shape, args)
     else:
         run_section(report, "first_calls", measure_first_calls, shape, args)
@@ -765,9 +790,9 @@ def main():
     report["total_s"] = time.perf_counter() - START
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1, default=dataclasses.asdict) + "\n")
-    if args.plot and args.sweep is None:
+    if args.plot and not args.sweep:
         run_section(report, "plot", plot, args.plot)
-    if args.sweep is None:
+    if not args.sweep:
         print_table(report)
 
 

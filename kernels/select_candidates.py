@@ -56,17 +56,19 @@ def chunk_maximum_fwd_kernel(
     stride_t,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid_c, row = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    offs_v = offs_c[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     base = logits + (row // T).to(tl.int64) * stride_n + (row % T).to(tl.int64) * stride_t
-    b_x = tl.load(base + offs_v, mask=offs_v < V, other=float("-inf")).to(tl.float32)
-    tl.store(maxima + row.to(tl.int64) * C + offs_c, tl.max(b_x, axis=1), mask=offs_c < C)
+    for tile in tl.range(0, TILES, num_stages=3 if TILES > 1 else 1):
+        offs_c = (pid_c * TILES + tile) * BLOCK_C + tl.arange(0, BLOCK_C)
+        offs_v = offs_c[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        b_x = tl.load(base + offs_v, mask=offs_v < V, other=float("-inf")).to(tl.float32)
+        tl.store(maxima + row.to(tl.int64) * C + offs_c, tl.max(b_x, axis=1), mask=offs_c < C)
 
 
 @triton.jit
@@ -112,6 +114,11 @@ def select_candidates_fwd_kernel(
     tl.store(tokens + at, key_index(best).to(tl.int64), mask=offs_k < K)
 
 
+def tiles_per_program(rows: int, tiles: int) -> int:
+    """How many of a row's tiles of 8 kB one program streams: one where programs are few, several where starting them would show."""
+    return 1 if rows * tiles < 16384 else 8
+
+
 def select_candidates_fwd(logits: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches the two kernels on `[N, T, V]`; returns logits and token ids `[N, T, K]`."""
     N, T, V = logits.shape
@@ -119,14 +126,16 @@ def select_candidates_fwd(logits: torch.Tensor, num_candidates: int) -> tuple[to
     chunk = 128 if V <= 128 * 2048 else 512
     chunks = cdiv(V, chunk)
     block_c = min(4096 // chunk, next_power_of_2(chunks))
+    tiles = tiles_per_program(N * T, cdiv(chunks, block_c))
     maxima = torch.empty((N * T, chunks), dtype=torch.float32, device=logits.device)
     values = torch.empty((N, T, num_candidates), dtype=logits.dtype, device=logits.device)
     tokens = torch.empty((N, T, num_candidates), dtype=torch.int64, device=logits.device)
     strides = (logits.stride(0), logits.stride(1))
     with on_device(logits):
-        chunk_maximum_fwd_kernel[(cdiv(chunks, block_c), N * T)](
-            logits, maxima, T, V, chunks, *strides, CHUNK=chunk, BLOCK_C=block_c, **launch_options(logits, 4)
-        )
+        chunk_maximum_fwd_kernel[(cdiv(chunks, block_c * tiles), N * T)](
+            logits, maxima, T, V, chunks, *strides,
+            CHUNK=chunk, BLOCK_C=block_c, TILES=tiles, **launch_options(logits, 4),
+        )  # fmt: skip
         select_candidates_fwd_kernel[(N * T,)](
             logits, maxima, values, tokens, T, V, chunks, num_candidates, *strides,
             CHUNK=chunk, BLOCK_C=next_power_of_2(chunks), BLOCK_K=next_power_of_2(num_candidates), **launch_options(logits, 4),

@@ -86,12 +86,12 @@ CACHE_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("splits, block_r", [(1, 32), (2, 32), (1, 16)])
+@pytest.mark.parametrize("splits, block_r, batched", [(1, 32, True), (2, 32, True), (1, 16, True), (2, 16, False)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("N, T, d, r, K, V", CACHE_SHAPES)
-def test_scores_are_as_close_to_fp64_as_eager(N, T, d, r, K, V, dtype, splits, block_r, monkeypatch):
+def test_scores_are_as_close_to_fp64_as_eager(N, T, d, r, K, V, dtype, splits, block_r, batched, monkeypatch):
     monkeypatch.setattr(
-        cache_module, "transition_config", lambda *args: TransitionConfig(2, 32, block_r, splits, 4, 2)
+        cache_module, "transition_config", lambda *args: TransitionConfig(2, 32, block_r, splits, 4, 2, batched)
     )
     inputs = make_cache_inputs(N, T, d, r, K, V, dtype)
     with poisoned_empty():

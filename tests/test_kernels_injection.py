@@ -1,4 +1,4 @@
-"""Gated adjacent injection in Triton against the reference: values and every gradient, in all three shapes its forward takes.
+"""Gated adjacent injection in Triton against the reference: values and every gradient, in every shape its forward takes.
 
 On a machine without a GPU the kernels run in Triton's interpreter, in fp32 and fp16; `-m gpu` adds bf16 shapes as in training and
 serving, `torch.compile` and CUDA graphs.
@@ -31,8 +31,11 @@ NAMES = [
 # the smallest tiles, so that a small input spans several in every direction
 FORWARD = {
     "parts": ForwardConfig("parts", 3, Tile(16, 16, 32, 4, 2), Tile(16, 32, 32, 4, 1)),
+    "reduced": ForwardConfig("reduced", 3, Tile(16, 16, 32, 4, 2), Tile(16, 32, 32, 4, 1)),
     "scaled": ForwardConfig("scaled", 1, Tile(16, 16, 32, 4, 2), Tile(16, 16, 32, 4, 2)),
     "normalised": ForwardConfig("normalised", 1, Tile(16, 32, 32, 4, 2), Tile(32, 16, 32, 4, 2)),
+    "library": ForwardConfig("library", 1, None),
+    "library-parts": ForwardConfig("library", 3, Tile(16, 16, 32, 4, 2)),
 }
 BACKWARD = BackwardConfig(Tile(16, 16, 32, 4, 2), Tile(16, 16, 32, 4, 2))
 
@@ -94,9 +97,10 @@ def test_values_and_gradients(mode, N, B, d, r, dtype):
     compare(make_inputs(N, B, d, r, dtype))
 
 
-@pytest.mark.parametrize("slots, itemsize", [(16, 2), (16, 4), (128, 2)])
+@pytest.mark.parametrize("slots, itemsize", [(16, 2), (16, 4), (128, 2), (528, 2), (80, 4)])
 def test_the_tiles_of_real_shapes(slots, itemsize):
-    compare(make_inputs(slots // 16, 16, 80, 24, {2: torch.float16, 4: torch.float32}[itemsize]))
+    d, r = (80, 24) if slots <= 128 else (40, 12)
+    compare(make_inputs(slots // 16, 16, d, r, {2: torch.float16, 4: torch.float32}[itemsize]))
 
 
 def test_rows_may_have_any_stride(mode):
@@ -171,13 +175,18 @@ def test_autocast_returns_gradients_in_the_dtype_of_the_weights():
         assert_no_worse(name, a.to(low), e.to(low), t, terms=140)
 
 
-def test_custom_op_is_well_formed():
+@pytest.mark.parametrize("operation", [injection._injection, injection._library], ids=["recomputing", "library"])
+def test_custom_op_is_well_formed(operation, monkeypatch):
+    if operation is injection._library:
+        monkeypatch.setattr(injection, "forward_config", lambda *args: FORWARD["library"])
     inputs = [tensor.requires_grad_() for tensor in make_inputs(2, 3, 20, 16, torch.float32)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(injection._injection, (*inputs, EPS), test_utils=tests)
+    torch.library.opcheck(operation, (*inputs, EPS), test_utils=tests)
 
 
-def test_traces_in_one_graph_through_the_registry():
+@pytest.mark.parametrize("name", ["parts", "library"])
+def test_traces_in_one_graph_through_the_registry(name, monkeypatch):
+    monkeypatch.setattr(injection, "forward_config", lambda *args: FORWARD[name])
     inputs = [tensor.requires_grad_() for tensor in make_inputs(2, 3, 20, 16, torch.float32)]
 
     def function(*inputs):
@@ -243,8 +252,9 @@ def test_real_shapes_on_a_gpu(N, B, d, r, dtype):
 
 
 @pytest.mark.gpu
-def test_compiles_on_a_gpu():
-    inputs = [tensor.requires_grad_() for tensor in make_inputs(4, 16, 512, 128, torch.bfloat16)]
+@pytest.mark.parametrize("N", [4, 64])
+def test_compiles_on_a_gpu(N):
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(N, 16, 512, 128, torch.bfloat16)]
 
     def function(*inputs):
         return call("gated_adjacent_injection", *inputs, EPS)
