@@ -6,20 +6,27 @@ Every number of a run comes from one process. Serving is timed as CUDA graphs, w
 meets all variants alike; the cost of the injections inside the draft pass is the difference between the pass with and without them,
 which leaves no weights in the cache that a real pass would have pushed out.
 
-`--sweep` instead times, for every size class, the configuration in the kernels' tables against the one it replaced and some others,
-and says which wins.
+`--sweep` instead times, for every size class, the configuration in the kernels' tables against some others and, with `--rival`,
+against the `kernels/` of another commit, and says which wins:
+
+    git archive COMMIT kernels | tar x -C /tmp/rival
+    python examples/benchmark_kernels.py --sweep --rival /tmp/rival/kernels --output /tmp/sweep.json
 
 A section that fails is recorded with its error, and the others go on.
 """
 
 import argparse
 import dataclasses
+import functools
+import importlib
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 import traceback
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +54,9 @@ def parse_arguments():
         "--budget", type=float, default=210, help="seconds after which comparisons with torch.compile are left out"
     )
     parser.add_argument("--sweep", action="store_true", help="compare configurations of the kernels instead")
+    parser.add_argument(
+        "--rival", type=Path, help="with --sweep: folder `kernels` of another version, timed beside this one"
+    )
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the script")
     return parser.parse_args()
 
@@ -530,91 +540,123 @@ def measure_rounds(report, shape, args, drafter):
 # --- configurations -----------------------------------------------------------------------------------------------------------------
 
 
+def import_rival(folder: Path) -> SimpleNamespace:
+    """The operations of another version's `kernels/`, under another name and in another namespace of custom operators."""
+    package, copy = "rival_kernels", Path(tempfile.mkdtemp(prefix="dspine-rival-"))
+    for path in folder.glob("*.py"):
+        (copy / path.name).write_text(path.read_text().replace('custom_op("dspine::', 'custom_op("dspine_rival::'))
+    sys.modules[package] = types.ModuleType(package)
+    sys.modules[package].__path__ = [str(copy)]
+    names = ("gated_adjacent_injection", "select_candidates", "transition_cache", "walk_transition_cache")
+    modules = ("injection", *names[1:])
+    imported = {name: importlib.import_module(f"{package}.{module}") for name, module in zip(names, modules)}
+    return SimpleNamespace(**{name: getattr(module, name) for name, module in imported.items()})
+
+
 def sweep(report, shape, args):
-    """The kernels' tables against the configurations that they replaced, per size class."""
-    from dspine.kernels import injection, select_candidates, transition_cache
+    """The kernels' tables against other configurations and, with `--rival`, against another version of the kernels, per size class."""
+    from dspine.kernels import injection, launch, select_candidates, transition_cache
     from dspine.kernels.injection import ForwardConfig, Tile
     from dspine.kernels.transition_cache import TransitionConfig
 
     ops, whole = kernel_operations(), shape.r
+    rival = import_rival(args.rival) if args.rival else None
     # weights of more layers than fit the second-level cache, since a backbone's layers would have emptied it
     layers, shape.L = shape.L, 16
     drafter = Drafter(shape, normal(shape.V, shape.d))
     results = report["sweep"] = {}
 
-    def contest(name, module, attribute, rivals, function):
-        original, times = getattr(module, attribute), {}
-        for rival, config in {"table": None, **rivals}.items():
-            if config is not None:
-                setattr(module, attribute, lambda *a, config=config: config)
+    def contest(name, module, attribute, configs, function, expected=None):
+        """Times `function(operations)`, which returns microseconds and what was computed, with every configuration."""
+        times, errors = {}, {}
+
+        def enter(label, operations):
             try:
-                times[rival] = function()
+                times[label], actual = function(operations)
+                if expected is not None:
+                    errors[label] = ((actual - expected).norm() / expected.norm()).item()
             except Exception as error:  # too much shared memory, for one
-                times[rival] = None
-                print(f"  {name}, {rival}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                times[label] = None
+                print(f"  {name}, {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+
+        original, dependent_launch = getattr(module, attribute), launch._has_dependent_launch
+        try:
+            enter("table", ops)
+            launch._has_dependent_launch = lambda index: False
+            enter("table, without dependent launch", ops)
+            launch._has_dependent_launch = dependent_launch
+            if rival is not None:
+                enter("rival", rival)
+            for label, config in configs.items():
+                setattr(module, attribute, lambda *a, config=config: config)
+                enter(label, ops)
+        finally:
             setattr(module, attribute, original)
-        measured = {rival: us for rival, us in times.items() if us is not None}
+            launch._has_dependent_launch = dependent_launch
+        measured = {label: us for label, us in times.items() if us is not None}
         winner = min(measured, key=measured.get) if measured else None
-        results[name] = {"us": times, "winner": winner}
-        listed = "; ".join(f"{rival} {us:.1f}" for rival, us in sorted(measured.items(), key=lambda item: item[1]))
+        results[name] = {"us": times, "relative_error": errors, "winner": winner}
+        listed = "; ".join(f"{label} {us:.1f}" for label, us in sorted(measured.items(), key=lambda item: item[1]))
         print(f"{name}: {listed} -> {winner}", flush=True)
+        if errors:
+            print(f"  relative errors {min(errors.values()):.2e} to {max(errors.values()):.2e}", flush=True)
 
-    def times_in_graph(function, per=1, **kwargs):
-        return graph_times({"x": function}, unroll=2, rounds=7, **kwargs)["x"] / per
+    def time_in_graph(function, per=1, unroll=2):
+        with torch.no_grad():
+            actual = function()
+        return graph_times({"x": function}, unroll=unroll, rounds=7)["x"] / per, actual
 
-    before = {
-        1: ForwardConfig("parts", 4, Tile(16, 16, 256, 4, 4), Tile(16, whole, 32, 8, 1)),
-        8: ForwardConfig("parts", 4, Tile(32, 32, 128, 4, 4), Tile(32, whole, 64, 8, 1)),
-        64: ForwardConfig("scaled", 1, Tile(64, 64, 64, 4, 4), Tile(128, 32, 64, 8, 3)),
-    }
-    library = {
-        "library": ForwardConfig("library", 1, None),
-        "library, 8 parts": ForwardConfig("library", 8, Tile(128, 128, 64, 8, 3)),
-        "library, 16 parts": ForwardConfig("library", 16, Tile(64, 128, 64, 4, 4)),
-    }
-    reduced = {
+    injections = {
         1: {
-            "reduced": ForwardConfig("reduced", 16, Tile(16, 32, 256, 4, 1), Tile(16, whole, 32, 8, 1)),
-            "reduced, 8 parts": ForwardConfig("reduced", 8, Tile(16, 16, 256, 4, 2), Tile(16, whole, 32, 4, 1)),
+            "one product": ForwardConfig("parts", 4, Tile(16, 16, 256, 4, 4), Tile(16, whole, 32, 8, 1)),
+            "8 slices": ForwardConfig("parts", 4, Tile(16, 16, 64, 8, 3, 8), Tile(16, whole, 32, 8, 1)),
+            "8 parts": ForwardConfig("parts", 8, Tile(16, 16, 64, 4, 3, 4), Tile(16, whole, 32, 8, 1)),
+            "2 parts": ForwardConfig("parts", 2, Tile(16, 16, 64, 4, 5, 4), Tile(16, whole, 32, 8, 1)),
+            "2 parts of 8 features": ForwardConfig("parts", 2, Tile(16, 8, 64, 4, 5, 4), Tile(16, whole, 32, 8, 1)),
+            "64 channels": ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, 4), Tile(16, whole, 64, 8, 1)),
+            "4 warps": ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, 4), Tile(16, whole, 32, 4, 1)),
+            "16 channels": ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, 4), Tile(16, whole, 16, 4, 1)),
+            "reduced": ForwardConfig("reduced", 8, Tile(16, 16, 64, 4, 3, 4), Tile(16, whole, 32, 8, 1)),
         },
         8: {
-            "reduced, 32 rows": ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(32, whole, 64, 8, 1)),
-            "reduced, 8 parts": ForwardConfig("reduced", 8, Tile(32, 64, 128, 4, 4), Tile(64, whole, 64, 8, 1)),
-            "reduced, 32 channels": ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(64, whole, 32, 4, 1)),
-        }
-        | library,
+            "32 rows": ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(32, whole, 64, 8, 1)),
+            "8 parts": ForwardConfig("reduced", 8, Tile(32, 64, 128, 4, 4), Tile(64, whole, 64, 8, 1)),
+            "32 features": ForwardConfig("reduced", 8, Tile(64, 32, 128, 4, 3), Tile(64, whole, 64, 8, 1)),
+            "32 channels": ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(64, whole, 32, 4, 1)),
+            "two launches": ForwardConfig("parts", 2, Tile(32, 32, 128, 4, 4), Tile(32, whole, 64, 8, 1)),
+            "library": ForwardConfig("library", 16, Tile(64, 64, 64, 4, 4)),
+        },
         64: {
+            "library, one part": ForwardConfig("library", 1, None),
+            "library, 16 parts": ForwardConfig("library", 16, Tile(64, 128, 64, 4, 4)),
+            "library, 4 parts": ForwardConfig("library", 4, Tile(128, 64, 64, 4, 4)),
             "reduced": ForwardConfig("reduced", 8, Tile(128, 128, 64, 8, 3), Tile(64, whole, 64, 8, 1)),
-        }
-        | library,
+        },
     }
     for N in args.batches:
         drafter.set_batch(N)
-        rivals = ({"before": before[N]} | reduced[N]) if N in before else {}
-        contest(
-            f"injection, batch {N}",
-            injection,
-            "forward_config",
-            rivals,
-            lambda inject_all=drafter.inject_all: times_in_graph(
-                lambda: inject_all(ops.gated_adjacent_injection), per=shape.L
-            ),
-        )
+        last = (drafter.x, drafter.anchor, *drafter.injections[-1], EPS)
+        expected = reference.gated_adjacent_injection(*[a.float() if isinstance(a, torch.Tensor) else a for a in last])
+
+        def inject_all(operations):
+            us, (out, _) = time_in_graph(lambda: drafter.inject_all(operations.gated_adjacent_injection), per=shape.L)
+            return us, out.float()
+
+        contest(f"injection, batch {N}", injection, "forward_config", injections.get(N, {}), inject_all, expected[0])
 
     caches = {
         1: {
-            "before": TransitionConfig(4, 64, whole, 32, 4, 2, False),
             "16 parts": TransitionConfig(4, 64, whole, 16, 4, 2),
             "128 rows": TransitionConfig(8, 64, whole, 64, 8, 2),
+            "16 rows": TransitionConfig(1, 64, whole, 8, 4, 2),
+            "32 rows": TransitionConfig(2, 64, whole, 16, 4, 2),
         },
         8: {
-            "before": TransitionConfig(4, 64, whole, 4, 4, 2, False),
             "64 rows": TransitionConfig(4, 64, whole, 4, 4, 2),
             "32 channels": TransitionConfig(8, 32, whole, 8, 8, 3),
-            "8 parts of chunks": TransitionConfig(8, 64, 64, 8, 8, 3),
+            "chunks": TransitionConfig(8, 64, 64, 8, 8, 3),
         },
         64: {
-            "before": TransitionConfig(8, 64, whole, 1, 8, 2, False),
             "64 rows": TransitionConfig(4, 64, whole, 1, 4, 2),
             "32 channels": TransitionConfig(8, 32, whole, 1, 8, 3),
             "chunks": TransitionConfig(8, 64, 64, 1, 8, 3),
@@ -625,12 +667,19 @@ def sweep(report, shape, args):
         candidates = torch.randint(shape.V, (N, shape.B - 1, shape.K), device="cuda")
         features = reference.rms(normal(N, shape.B, shape.r, scale=1.0), EPS)
         arguments = drafter.cache_arguments(drafter.x, features, candidates)
+        expected = reference.transition_cache(*arguments).float()
+
+        def make_cache(operations, arguments=arguments):
+            us, scores = time_in_graph(lambda: operations.transition_cache(*arguments))
+            return us, scores.float()
+
         contest(
             f"transition cache, batch {N}",
             transition_cache,
             "transition_config",
             caches.get(N, {}),
-            lambda arguments=arguments: times_in_graph(lambda: ops.transition_cache(*arguments)),
+            make_cache,
+            expected,
         )
         logits = normal(N, shape.B - 1, shape.V, scale=1.0)
         contest(
@@ -638,29 +687,42 @@ def sweep(report, shape, args):
             select_candidates,
             "tiles_per_program",
             {f"{tiles} tiles": tiles for tiles in (1, 2, 4, 8, 16)},
-            lambda logits=logits: times_in_graph(lambda: ops.select_candidates(logits, shape.K)),
+            lambda operations, logits=logits: time_in_graph(lambda: operations.select_candidates(logits, shape.K)),
         )
+        scores = expected.bfloat16()
+        walks = {
+            "greedy": {},
+            "greedy, lookahead": {"lookahead": True},
+            "mixed": {"temperature": drafter.temperature, "uniforms": drafter.uniforms},
+        }
+        times = {}
+        for label, how in walks.items():
+            walk = functools.partial(ops.walk_transition_cache, scores, candidates, **how)
+            times[label] = time_in_graph(walk)[0]
+        results[f"walk, batch {N}"] = {"us": times}
+        print(f"walk, batch {N}:", "; ".join(f"{label} {us:.1f}" for label, us in times.items()), flush=True)
         del logits
     drafter, shape.L = None, layers
     torch.cuda.empty_cache()
 
     inputs, grads = training_inputs(shape)
-    rivals = {
-        "before": ForwardConfig("normalised", 1, Tile(128, whole, 32, 8, 4), Tile(128, 32, 128, 8, 3)),
-        "library, one part": ForwardConfig("library", 1, Tile(128, 128, 64, 8, 4)),
-    }
     parts = {}
 
-    def training():
-        us = training_times(ops.gated_adjacent_injection, inputs, grads, rounds=7, target_ms=10)
+    def training(operations):
+        us = training_times(operations.gated_adjacent_injection, inputs, grads, rounds=7, target_ms=10)
         torch.cuda.empty_cache()
-        parts[repr(injection.forward_config(shape.training_blocks * shape.B, whole, 2))] = us
-        return sum(us.values())
+        parts[len(parts)] = us
+        print(f"  training: forward {us['forward']:.0f}, backward {us['backward']:.0f}", flush=True)
+        return sum(us.values()), None
 
-    contest("training, forward and backward", injection, "forward_config", rivals, training)
-    results["training, forward and backward"]["parts"] = parts
-    for config, us in parts.items():
-        print(f"  forward {us['forward']:.0f}, backward {us['backward']:.0f}: {config[:90]}", flush=True)
+    contest(
+        "training, forward and backward",
+        injection,
+        "forward_config",
+        {"8 parts": ForwardConfig("library", 8, Tile(128, 128, 64, 8, 3))},
+        training,
+    )
+    results["training, forward and backward"]["parts"] = list(parts.values())
 
 
 # --- output ---------------------------------------------------------------------------------------------------------------------

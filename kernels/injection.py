@@ -1,14 +1,21 @@
 """Gated adjacent injection, forward and backward.
 
 Both norms are scales of whole rows, so they commute with the products that follow: the first kernel multiplies the raw residual
-stream by `P`, sums its squares on the way, and scales the result; the last normalises the features, gates and writes. For one
-block that takes two launches. More slots pay for finishing the features in a launch of their own; many slots leave the products to
-cuBLAS, whose clusters load a tile once for two multiprocessors, where a Triton tile with two accumulators is held up by the traffic
-from the second-level cache. What differs between shapes is described at `ForwardConfig`, who gets what at `forward_config`.
+stream by `P`, sums its squares on the way, and the scales are applied to the sums. What follows depends on the number of slots:
 
-The backward of many slots starts from the two products that the forward stored (two tensors of the size of the residual stream, as
-autograd would keep); that of few recomputes them. In both, cuBLAS multiplies and Triton fuses the rest around. Every sum has a
-fixed order.
+| slots (16 bits) | mode | launches of the forward |
+| --- | --- | --- |
+| up to 64 | "parts" | two: features in parts; their sum, gate and write |
+| up to 512 | "reduced" | three: the sum of the parts, which too many programs would repeat, in a launch of its own |
+| more, and whenever gradients are needed | "library" | five: cuBLAS makes the products with gate and write |
+
+In 32 bits it is "library" for any number: matrix units of GPUs do not multiply in fp32, so nothing is gained by keeping weights on
+chip. `forward_config` is that table with its tiles, all that is tuned here.
+
+cuBLAS makes the products of many slots, since its clusters load a tile once for two multiprocessors, where a Triton tile with two
+accumulators is held up by the traffic from the second-level cache. The backward starts from the two products that the forward stored
+(two tensors of the size of the residual stream, as autograd would keep): cuBLAS multiplies and Triton fuses the rest around. Every
+sum has a fixed order.
 """
 
 from dataclasses import dataclass
@@ -16,29 +23,41 @@ from dataclasses import dataclass
 import torch
 
 from .injection_kernels import (
+    feature_bwd_kernel,
     feature_fwd_kernel,
-    injection_bwd_feature_kernel,
-    injection_bwd_gate_kernel,
-    injection_bwd_hidden_kernel,
     injection_fwd_kernel,
-    injection_whole_fwd_kernel,
     normalise_fwd_kernel,
     products_bwd_kernel,
     residual_bwd_kernel,
     write_fwd_kernel,
 )
-from .launch import cdiv, compute_dtype, is_plain, launch_options, next_power_of_2, on_device, operand_scale
+from .launch import (
+    LARGE_MEMORY,
+    cdiv,
+    compute_dtype,
+    is_plain,
+    launch_options,
+    needs_gradients,
+    next_power_of_2,
+    on_device,
+    operand_scale,
+    shared_memory,
+)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One program's share of a kernel's work (in "parts" all of the transfer space is one step), and its warps and stages."""
+    """One program's share of a kernel's work, and its warps and stages.
+
+    `slices` products over `channels` each run side by side, see `feature_fwd_kernel`.
+    """
 
     slots: int
     rank: int
     channels: int
     num_warps: int
     num_stages: int
+    slices: int = 1
 
     def blocks(self) -> dict[str, int]:
         return {"BLOCK_M": self.slots, "BLOCK_R": self.rank, "BLOCK_D": self.channels}
@@ -46,15 +65,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How far `feature_fwd_kernel` finishes the features, who multiplies after it, and the tiles of the kernels.
+    """The mode for a number of slots, into how many parts the channels are split for the features, and the tiles.
 
-    - `"parts"` (one block): channels are split among programs so that the whole chip streams the weights; the second kernel adds
-      the parts and normalises.
-    - `"reduced"`: the same, but a launch in between adds the parts and normalises, once instead of in every program.
-    - `"scaled"`: a program sees whole rows of `h` but not of `y`; the second kernel applies the second norm to its products.
-    - `"normalised"`: a program sees whole rows of both.
-    - `"library"` (many slots): after the features, in parts or (without a tile) by cuBLAS too, cuBLAS makes the two products with
-      gate and write; they are kept for the backward.
+    Without a `feature` tile (many slots) cuBLAS makes the features' product as well. `gate` is the tile of "parts" and "reduced",
+    whose rank is the whole rank.
     """
 
     mode: str
@@ -63,43 +77,22 @@ class ForwardConfig:
     gate: Tile | None = None
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
-    """The tiles of the two backward kernels that multiply; the first runs if the forward kept no products."""
-
-    gate: Tile
-    hidden: Tile
-
-
-def forward_config(slots: int, rank: int, itemsize: int) -> ForwardConfig:
+def forward_config(slots: int, rank: int, itemsize: int, memory: int = LARGE_MEMORY) -> ForwardConfig:
     """The tiles for a shape class: number of slots, whether the rank is at most 256, and 16 or 32 bits.
 
-    Meant for d = 4096 and r = 256 in 16 bits on a Hopper GPU; the rest is chosen to fit shared memory and registers.
+    Meant for d = 4096 and r = 256 in 16 bits on a Hopper GPU; the rest is chosen to fit registers and shared memory, of which a
+    program can use `memory` bytes. The mode does not depend on that.
     """
     whole = max(next_power_of_2(rank), 16)
     wide = whole > 256
-    if slots > 4096:
-        return ForwardConfig("library", 1, None)
-    if itemsize == 4:
-        if slots <= 64:
-            return ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 2), Tile(16, whole, 16, 4, 1))
+    if itemsize == 4 or slots > 4096:
         return ForwardConfig("library", 1, None)
     if slots <= 64:
-        if wide:
-            return ForwardConfig("scaled", 1, Tile(16, 16, 256, 4, 4), Tile(16, 64, 32, 4, 4))
-        return ForwardConfig("parts", 4, Tile(16, 16, 256, 4, 4), Tile(16, whole, 32, 8, 1))
+        return ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, slices=4), Tile(16, whole, 16 if wide else 32, 8, 1))
     if slots <= 512:
-        return ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(64, whole, 32 if wide else 64, 8, 1))
+        gate = Tile(64, whole, 32 if wide else 64, 8, 1) if memory >= LARGE_MEMORY else Tile(32, whole, 16, 4, 1)
+        return ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), gate)
     return ForwardConfig("library", 8, Tile(128, 128, 64, 8, 3))
-
-
-def backward_config(slots: int, rank: int, itemsize: int) -> BackwardConfig:
-    """The tiles for a shape class, see `forward_config`."""
-    if itemsize == 4:
-        return BackwardConfig(Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2))
-    if slots <= 512:
-        return BackwardConfig(Tile(32, 32, 64, 4, 2), Tile(32, 32, 64, 4, 2))
-    return BackwardConfig(Tile(128, 32, 128, 8, 3), Tile(128, 64, 128, 8, 3))
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -108,47 +101,43 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    with torch.autocast(a.device.type, enabled=False):
+        return a.float() @ b.float()
 
 
-def _feature_parts(hidden_states, anchor_features, norm_weight, feature_weight, eps, config, values, stats):
-    """Launches `feature_fwd_kernel`; `values` is None where the kernel leaves parts. Returns values and squares."""
+def _feature_parts(hidden_states, norm_weight, feature_weight, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches `feature_fwd_kernel`. Returns the parts `[splits, N B, r]` and their squares `[splits, N B]`, both fp32."""
     N, B, d = hidden_states.shape
     M, r = N * B, feature_weight.shape[0]
-    dot_dtype, device = feature_weight.dtype, hidden_states.device
-    tile, splits = config.feature, min(config.splits, cdiv(d, config.feature.channels))
-    chunk = cdiv(cdiv(d, splits), tile.channels) * tile.channels
+    tile = config.feature
+    step = tile.slices * tile.channels
+    chunk = cdiv(cdiv(d, config.splits), step) * step
     splits = cdiv(d, chunk)
-    squares, mode = stats, config.mode
-    if values is None:
-        mode = "parts"
-        values = torch.empty((splits, M, r), dtype=torch.float32, device=device)
-        squares = torch.empty((splits, M), dtype=torch.float32, device=device)
+    values = torch.empty((splits, M, r), dtype=torch.float32, device=hidden_states.device)
+    squares = torch.empty((splits, M), dtype=torch.float32, device=hidden_states.device)
     feature_fwd_kernel[(cdiv(r, tile.rank), cdiv(M, tile.slots), splits)](
-        hidden_states, anchor_features, norm_weight, feature_weight, values, squares, stats,
-        M, B, d, r, chunk, eps, hidden_states.stride(0), hidden_states.stride(1), anchor_features.stride(0),
-        MODE=mode, SCALE=operand_scale(dot_dtype), **tile.blocks(),
+        hidden_states, norm_weight, feature_weight, values, squares, M, B, d, r, chunk,
+        hidden_states.stride(0), hidden_states.stride(1),
+        SCALE=operand_scale(feature_weight.dtype), SLICES=tile.slices, **tile.blocks(),
         **launch_options(hidden_states, tile.num_warps, tile.num_stages),
     )  # fmt: skip
     return values, squares
 
 
-def _normalise(hidden_states, anchor_features, values, squares, features, pair, stats, eps):
+def _normalise(hidden_states, anchor_features, values, squares, features, pair, stats, eps) -> None:
     """Launches `normalise_fwd_kernel`; without `squares` it sums those of the residual stream itself."""
     N, B, d = hidden_states.shape
     splits, M, r = values.shape
     block_m = 1 if M <= 512 else 4
     normalise_fwd_kernel[(cdiv(M, block_m),)](
-        values, stats if squares is None else squares, hidden_states, anchor_features,
-        features, features if pair is None else pair, stats,
+        values, squares, hidden_states, anchor_features, features, pair, stats,
         M, B, d, r, eps, hidden_states.stride(0), hidden_states.stride(1), anchor_features.stride(0),
-        SPLITS=splits, FROM_ROWS=squares is None, PAIR=pair is not None,
-        BLOCK_M=block_m, BLOCK_R=max(next_power_of_2(r), 16), BLOCK_D=min(1024, max(next_power_of_2(d), 16)),
-        **launch_options(hidden_states, 4),
+        SPLITS=splits, BLOCK_M=block_m, BLOCK_R=max(next_power_of_2(r), 16),
+        BLOCK_D=min(1024, max(next_power_of_2(d), 16)), **launch_options(hidden_states, 4),
     )  # fmt: skip
 
 
-def injection_fwd(
+def fused_fwd(
     hidden_states: torch.Tensor,  # [N, B, d]
     anchor_features: torch.Tensor,  # [N, r]
     norm_weight: torch.Tensor,  # [d]
@@ -157,44 +146,28 @@ def injection_fwd(
     gate_bias: torch.Tensor,  # [d]
     write_weight: torch.Tensor,  # [d, r]
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches the forward. Returns the new residual stream, the features, and for the backward both norms' scales `[2, N B]` (fp32)."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward of modes "parts" and "reduced". Returns the new residual stream and the features."""
     N, B, d = hidden_states.shape
     M, r = N * B, feature_weight.shape[0]
-    dot_dtype = feature_weight.dtype
-    config = forward_config(M, r, dot_dtype.itemsize)
-    device = hidden_states.device
-    out = torch.empty((N, B, d), dtype=hidden_states.dtype, device=device)
-    features = torch.empty((N, B, r), dtype=hidden_states.dtype, device=device)
-    stats = torch.empty((2, M), dtype=torch.float32, device=device)
-    values = None
-    if config.mode == "scaled":
-        values = torch.empty((M, r), dtype=dot_dtype, device=device)
-    elif config.mode == "normalised":
-        values = features
-    strides = (hidden_states.stride(0), hidden_states.stride(1))
+    config = forward_config(M, r, feature_weight.dtype.itemsize, shared_memory(hidden_states))
+    out = torch.empty((N, B, d), dtype=hidden_states.dtype, device=hidden_states.device)
+    features = torch.empty((N, B, r), dtype=hidden_states.dtype, device=hidden_states.device)
     tile = config.gate
-    grid = (cdiv(d, tile.channels), cdiv(M, tile.slots))
-    options = tile.blocks() | launch_options(hidden_states, tile.num_warps, tile.num_stages)
+    # tiles that end where blocks end need no row of the tile before
+    halo = int(tile.slots % B > 0)
     with on_device(hidden_states):
-        values, squares = _feature_parts(
-            hidden_states, anchor_features, norm_weight, feature_weight, eps, config, values, stats
-        )
-        if config.mode in ("parts", "reduced"):
-            splits = values.shape[0]
-            if config.mode == "reduced":
-                _normalise(hidden_states, anchor_features, values, squares, features, None, stats, eps)
-                splits = 0
-            injection_whole_fwd_kernel[grid](
-                hidden_states, anchor_features, values, squares, gate_weight, gate_bias, write_weight, out, features, stats,
-                M, B, d, r, eps, *strides, anchor_features.stride(0), SPLITS=splits, **options,
-            )  # fmt: skip
-        else:
-            injection_fwd_kernel[grid](
-                hidden_states, values, gate_weight, gate_bias, write_weight, out, features, stats,
-                M, B, d, r, eps, *strides, NORMALISED=config.mode == "normalised", **options,
-            )  # fmt: skip
-    return out, features, stats
+        values, squares = _feature_parts(hidden_states, norm_weight, feature_weight, config)
+        splits = values.shape[0]
+        if config.mode == "reduced":
+            _normalise(hidden_states, anchor_features, values, squares, features, None, None, eps)
+            splits = 0
+        injection_fwd_kernel[(cdiv(d, tile.channels), cdiv(M, tile.slots - halo))](
+            hidden_states, anchor_features, values, squares, gate_weight, gate_bias, write_weight, out, features,
+            M, B, d, r, eps, hidden_states.stride(0), hidden_states.stride(1), anchor_features.stride(0),
+            SPLITS=splits, HALO=halo, **tile.blocks(), **launch_options(hidden_states, tile.num_warps, tile.num_stages),
+        )  # fmt: skip
+    return out, features
 
 
 def library_fwd(
@@ -207,8 +180,8 @@ def library_fwd(
     write_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """The forward of mode "library". Returns what `injection_fwd` does, and for the backward: every slot's feature beside its left
-    neighbour's `[N B, 2r]`, and the two products `[2, N B, d]`."""
+    """The forward of mode "library", for any number of slots. Returns what `fused_fwd` does, and for the backward: both norms' scales
+    `[2, N B]` (fp32), every slot's feature beside its left neighbour's `[N B, 2r]`, and the two products `[2, N B, d]`."""
     N, B, d = hidden_states.shape
     M, r = N * B, feature_weight.shape[0]
     dot_dtype, device = feature_weight.dtype, hidden_states.device
@@ -224,9 +197,7 @@ def library_fwd(
             folded = (feature_weight.float() * norm_weight.float()).to(dot_dtype)
             values, squares = _product(hidden_states.reshape(M, d).to(dot_dtype), folded.t())[None], None
         else:
-            values, squares = _feature_parts(
-                hidden_states, anchor_features, norm_weight, feature_weight, eps, config, None, stats
-            )
+            values, squares = _feature_parts(hidden_states, norm_weight, feature_weight, config)
         _normalise(hidden_states, anchor_features, values, squares, features, pair, stats, eps)
         torch.mm(pair, gate_weight.t(), out=products[0])
         torch.mm(pair[:, r:], write_weight.t(), out=products[1])
@@ -236,108 +207,6 @@ def library_fwd(
             BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4),
         )  # fmt: skip
     return out, features, stats, pair, products
-
-
-def injection_bwd(
-    grad_out: torch.Tensor,  # [N, B, d]
-    grad_features: torch.Tensor,  # [N, B, r]
-    hidden_states: torch.Tensor,
-    features: torch.Tensor,
-    stats: torch.Tensor,
-    anchor_dtype: torch.dtype,
-    norm_weight: torch.Tensor,
-    feature_weight: torch.Tensor,
-    gate_weight: torch.Tensor,
-    gate_bias: torch.Tensor,
-    write_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
-    """Launches the backward. Returns the gradients of the forward's first seven arguments, in its order and dtypes."""
-    N, B, d = hidden_states.shape
-    M, r = N * B, feature_weight.shape[0]
-    dot_dtype = feature_weight.dtype
-    config = backward_config(M, r, dot_dtype.itemsize)
-    device = hidden_states.device
-    grad_out = grad_out.contiguous().view(M, d)
-    grad_features = grad_features.contiguous()
-    flat = features.view(M, r).to(dot_dtype)
-
-    grad_products = torch.empty((M, 2 * d), dtype=dot_dtype, device=device)
-    tile = config.gate
-    grad_bias = torch.empty((cdiv(M, tile.slots), d), dtype=torch.float32, device=device)
-    with on_device(hidden_states):
-        injection_bwd_gate_kernel[(cdiv(d, tile.channels), cdiv(M, tile.slots))](
-            grad_out, flat, gate_weight, gate_bias, write_weight, grad_products, grad_bias, M, B, d, r,
-            **tile.blocks(), **launch_options(hidden_states, tile.num_warps, tile.num_stages),
-        )  # fmt: skip
-    grad_bias = grad_bias.sum(0).to(gate_bias.dtype)
-
-    # rows of slot 0 are zero in grad_products, so pairing every row with the one before it does not cross the border of a block
-    own, left = gate_weight.chunk(2, dim=-1)
-    grad_own = grad_products[:, :d] @ own
-    grad_left = grad_products @ torch.cat([left, write_weight])
-    grad_from_left = _product(grad_products[1:].t(), flat[:-1])
-    grad_gate_weight = torch.cat([_product(grad_products[:, :d].t(), flat), grad_from_left[:d]], dim=1).to(
-        gate_weight.dtype
-    )
-    grad_write_weight = grad_from_left[d:].to(write_weight.dtype)
-    del grad_products
-
-    grad_hidden, grad_anchor, grad_norm_weight, grad_feature_weight = _feature_bwd(
-        grad_own, grad_left, None, grad_features, features.view(M, r), grad_out, hidden_states, stats, anchor_dtype,
-        norm_weight, feature_weight, eps, config,
-    )  # fmt: skip
-    return (
-        grad_hidden,
-        grad_anchor,
-        grad_norm_weight,
-        grad_feature_weight,
-        grad_gate_weight,
-        grad_bias,
-        grad_write_weight,
-    )
-
-
-def _feature_bwd(
-    grad_own, grad_left, grad_written, grad_features, features, grad_out, hidden_states, stats, anchor_dtype,
-    norm_weight, feature_weight, eps, config,
-):  # fmt: skip
-    """From the features' gradients to those of residual stream, anchor, norm weight and `P`. Without a `config` cuBLAS makes the
-    product with `P` and Triton adds the rest."""
-    N, B, d = hidden_states.shape
-    M, r = N * B, feature_weight.shape[0]
-    dot_dtype, device = feature_weight.dtype, hidden_states.device
-    grad_anchor = torch.empty((N, r), dtype=anchor_dtype, device=device)
-    grad_y, grad_y_scaled = torch.empty((2, M, r), dtype=dot_dtype, device=device)
-    radial = torch.empty((M,), dtype=torch.float32, device=device)
-    with on_device(hidden_states):
-        injection_bwd_feature_kernel[(cdiv(M, 8),)](
-            grad_own, grad_left, grad_written, grad_features, features, stats, grad_anchor, grad_y, grad_y_scaled, radial,
-            M, B, d, r, eps, grad_own.stride(0), features.stride(0),
-            BLOCK_M=8, BLOCK_R=max(next_power_of_2(r), 16), **launch_options(hidden_states, 4),
-        )  # fmt: skip
-    # the norm weight scales columns of h before P, so one product over the slots gives the gradients of both
-    grad_scaled = _product(grad_y_scaled.t(), hidden_states.reshape(M, d).to(dot_dtype))
-    grad_feature_weight = (grad_scaled * norm_weight.float()).to(feature_weight.dtype)
-    grad_norm_weight = (grad_scaled * feature_weight.float()).sum(0).to(norm_weight.dtype)
-
-    grad_hidden = torch.empty((N, B, d), dtype=hidden_states.dtype, device=device)
-    strides = (hidden_states.stride(0), hidden_states.stride(1))
-    if config is None:
-        block_m, block_d = 8, 512
-        with on_device(hidden_states):
-            residual_bwd_kernel[(cdiv(d, block_d), cdiv(M, block_m))](
-                hidden_states, norm_weight, grad_out, grad_y @ feature_weight, stats, radial, grad_hidden,
-                M, B, d, *strides, BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4),
-            )  # fmt: skip
-        return grad_hidden, grad_anchor, grad_norm_weight, grad_feature_weight
-    tile = config.hidden
-    with on_device(hidden_states):
-        injection_bwd_hidden_kernel[(cdiv(d, tile.channels), cdiv(M, tile.slots))](
-            hidden_states, norm_weight, feature_weight, grad_out, grad_y, stats, radial, grad_hidden,
-            M, B, d, r, *strides, **tile.blocks(), **launch_options(hidden_states, tile.num_warps, tile.num_stages),
-        )  # fmt: skip
-    return grad_hidden, grad_anchor, grad_norm_weight, grad_feature_weight
 
 
 def library_bwd(
@@ -355,14 +224,16 @@ def library_bwd(
     write_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """The backward of mode "library", see `injection_bwd`."""
+    """Returns the gradients of the forward's first seven arguments, in its order and dtypes."""
     N, B, d = hidden_states.shape
     M, r = N * B, feature_weight.shape[0]
+    dot_dtype, device = feature_weight.dtype, hidden_states.device
+    strides = (hidden_states.stride(0), hidden_states.stride(1))
     grad_out = grad_out.contiguous().view(M, d)
     grad_products = torch.empty_like(products)
     block_m, block_d, steps = 8, 256, 16
     tiles = cdiv(M, block_m * steps)
-    grad_bias = torch.empty((tiles, d), dtype=torch.float32, device=hidden_states.device)
+    grad_bias = torch.empty((tiles, d), dtype=torch.float32, device=device)
     with on_device(hidden_states):
         products_bwd_kernel[(cdiv(d, block_d), tiles)](
             grad_out, products, gate_bias, grad_products, grad_bias, M, B, d,
@@ -374,10 +245,28 @@ def library_bwd(
     grad_gate_weight = _product(grad_gate.t(), pair).to(gate_weight.dtype)
     grad_write_weight = _product(grad_write.t(), pair[:, r:]).to(write_weight.dtype)
     del grad_products, grad_gate, grad_write
-    grad_hidden, grad_anchor, grad_norm_weight, grad_feature_weight = _feature_bwd(
-        grad_pair[:, :r], grad_pair[:, r:], grad_written, grad_features.contiguous(), pair[:, :r], grad_out,
-        hidden_states, stats, anchor_dtype, norm_weight, feature_weight, eps, None,
-    )  # fmt: skip
+
+    grad_anchor = torch.empty((N, r), dtype=anchor_dtype, device=device)
+    grad_y, grad_y_scaled = torch.empty((2, M, r), dtype=dot_dtype, device=device)
+    radial = torch.empty((M,), dtype=torch.float32, device=device)
+    with on_device(hidden_states):
+        feature_bwd_kernel[(cdiv(M, 8),)](
+            grad_pair, grad_pair[:, r:], grad_written, grad_features.contiguous(), pair, stats,
+            grad_anchor, grad_y, grad_y_scaled, radial, M, B, d, r, eps, grad_pair.stride(0), pair.stride(0),
+            BLOCK_M=8, BLOCK_R=max(next_power_of_2(r), 16), **launch_options(hidden_states, 4),
+        )  # fmt: skip
+    # the norm weight scales columns of h before P, so one product over the slots gives the gradients of both
+    grad_scaled = _product(grad_y_scaled.t(), hidden_states.reshape(M, d).to(dot_dtype))
+    grad_feature_weight = (grad_scaled * norm_weight.float()).to(feature_weight.dtype)
+    grad_norm_weight = (grad_scaled * feature_weight.float()).sum(0).to(norm_weight.dtype)
+
+    grad_hidden = torch.empty((N, B, d), dtype=hidden_states.dtype, device=device)
+    block_m, block_d = 8, 512
+    with on_device(hidden_states):
+        residual_bwd_kernel[(cdiv(d, block_d), cdiv(M, block_m))](
+            hidden_states, norm_weight, grad_out, grad_y @ feature_weight, stats, radial, grad_hidden,
+            M, B, d, *strides, BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4),
+        )  # fmt: skip
     return (
         grad_hidden,
         grad_anchor,
@@ -390,7 +279,7 @@ def library_bwd(
 
 
 @torch.library.custom_op("dspine::gated_adjacent_injection", mutates_args=())
-def _injection(
+def _fused(
     hidden_states: torch.Tensor,
     anchor_features: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -399,72 +288,16 @@ def _injection(
     gate_bias: torch.Tensor,
     write_weight: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return injection_fwd(
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return fused_fwd(
         hidden_states, anchor_features, norm_weight, feature_weight, gate_weight, gate_bias, write_weight, eps
     )
 
 
-@_injection.register_fake
+@_fused.register_fake
 def _(hidden_states, anchor_features, norm_weight, feature_weight, gate_weight, gate_bias, write_weight, eps):
     N, B, d = hidden_states.shape
-    out = hidden_states.new_empty((N, B, d))
-    return (
-        out,
-        hidden_states.new_empty((N, B, feature_weight.shape[0])),
-        hidden_states.new_empty((2, N * B), dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("dspine::gated_adjacent_injection_backward", mutates_args=())
-def _injection_backward(
-    grad_out: torch.Tensor,
-    grad_features: torch.Tensor,
-    hidden_states: torch.Tensor,
-    features: torch.Tensor,
-    stats: torch.Tensor,
-    anchor_dtype: torch.dtype,
-    norm_weight: torch.Tensor,
-    feature_weight: torch.Tensor,
-    gate_weight: torch.Tensor,
-    gate_bias: torch.Tensor,
-    write_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return injection_bwd(
-        grad_out, grad_features, hidden_states, features, stats, anchor_dtype,
-        norm_weight, feature_weight, gate_weight, gate_bias, write_weight, eps,
-    )  # fmt: skip
-
-
-@_injection_backward.register_fake
-def _(grad_out, grad_features, hidden_states, features, stats, anchor_dtype, *weights_and_eps):
-    N, B, d = hidden_states.shape
-    grad_anchor = hidden_states.new_empty((N, features.shape[-1]), dtype=anchor_dtype)
-    weights = [weight.new_empty(weight.shape) for weight in weights_and_eps[:-1]]
-    return (hidden_states.new_empty((N, B, d)), grad_anchor, *weights)
-
-
-def _setup_context(ctx, inputs, output):
-    hidden_states, anchor_features, *weights, ctx.eps = inputs
-    _, features, stats = output
-    ctx.anchor_dtype = anchor_features.dtype
-    ctx.save_for_backward(hidden_states, features, stats, *weights)
-
-
-def _backward(ctx, grad_out, grad_features, grad_stats):
-    hidden_states, features, stats, *weights = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = hidden_states.new_zeros(hidden_states.shape)
-    if grad_features is None:
-        grad_features = features.new_zeros(features.shape)
-    grads = _injection_backward(
-        grad_out, grad_features, hidden_states, features, stats, ctx.anchor_dtype, *weights, ctx.eps
-    )
-    return (*grads, None)
-
-
-_injection.register_autograd(_backward, setup_context=_setup_context)
+    return hidden_states.new_empty((N, B, d)), hidden_states.new_empty((N, B, feature_weight.shape[0]))
 
 
 @torch.library.custom_op("dspine::gated_adjacent_injection_library", mutates_args=())
@@ -584,8 +417,7 @@ def gated_adjacent_injection(
         write_weight.to(dtype).contiguous(),
     )
     slots = hidden_states.shape[0] * hidden_states.shape[1]
-    if forward_config(slots, feature_weight.shape[0], dtype.itemsize).mode == "library":
-        plain, operation = library_fwd, _library
-    else:
-        plain, operation = injection_fwd, _injection
-    return (plain if is_plain(*arguments) else operation)(*arguments, eps)[:2]
+    plain = is_plain(*arguments)
+    if needs_gradients(*arguments) or forward_config(slots, feature_weight.shape[0], dtype.itemsize).mode == "library":
+        return (library_fwd if plain else _library)(*arguments, eps)[:2]
+    return (fused_fwd if plain else _fused)(*arguments, eps)

@@ -31,7 +31,11 @@ def cdiv(a: int, b: int) -> int:
 
 @functools.cache
 def _has_dependent_launch(index: int) -> bool:
-    return os.environ.get("DSPINE_PDL", "1") != "0" and torch.cuda.get_device_capability(index)[0] >= 9
+    if os.environ.get("DSPINE_PDL", "1") == "0" or torch.version.hip or torch.cuda.get_device_capability(index)[0] < 9:
+        return False
+    import triton.language as tl
+
+    return hasattr(tl.extra.cuda, "gdc_wait")
 
 
 def launch_options(tensor: torch.Tensor, num_warps: int, num_stages: int = 1) -> dict:
@@ -43,6 +47,20 @@ def launch_options(tensor: torch.Tensor, num_warps: int, num_stages: int = 1) ->
     return options
 
 
+# what one program can use on the GPUs that the tables are meant for (Hopper, and Blackwell for data centres)
+LARGE_MEMORY = 227 * 1024
+
+
+@functools.cache
+def _shared_memory(index: int) -> int:
+    return getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", LARGE_MEMORY)
+
+
+def shared_memory(tensor: torch.Tensor) -> int:
+    """Bytes of shared memory that one program can use on the tensor's device; other GPUs than the above have 99 to 163 kB."""
+    return _shared_memory(tensor.device.index) if tensor.is_cuda else LARGE_MEMORY
+
+
 def on_device(tensor: torch.Tensor):
     """Makes the tensor's GPU the current one, since Triton launches there."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
@@ -50,11 +68,13 @@ def on_device(tensor: torch.Tensor):
     return torch.cuda.device(tensor.device)
 
 
+def needs_gradients(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def is_plain(*tensors: torch.Tensor) -> bool:
     """Whether a host function may launch directly, without the dispatcher's bookkeeping (tens of microseconds a call): no
     gradients, no tracing, no tensor subclass."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.compiler.is_compiling() or needs_gradients(*tensors):
         return False
     return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)

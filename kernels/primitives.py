@@ -33,3 +33,12 @@ def sigmoid(x):
         )
     else:
         return tl.sigmoid(x)
+
+
+@triton.jit
+def prefetch(at):
+    """Asks the second-level cache for the 128 bytes around every address. Addresses must be valid; nothing waits for the data."""
+    if _PTX:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )

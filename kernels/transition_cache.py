@@ -14,7 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, compute_dtype, is_plain, launch_options, next_power_of_2, on_device, operand_scale
+from .launch import (
+    LARGE_MEMORY,
+    cdiv,
+    compute_dtype,
+    is_plain,
+    launch_options,
+    next_power_of_2,
+    on_device,
+    operand_scale,
+    shared_memory,
+)
 from .primitives import sigmoid
 
 
@@ -62,12 +72,6 @@ def own_gate_fwd_kernel(
 
 
 @triton.jit
-def to_rows(b, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Repeats every slot's row for its BLOCK_K left neighbours."""
-    return tl.reshape(tl.broadcast_to(b[:, None, :], (BLOCK_S, BLOCK_K, BLOCK_D)), (BLOCK_S * BLOCK_K, BLOCK_D))
-
-
-@triton.jit
 def neighbour_features(at_z, at_anchor, in_row, has_predecessor, offs_r, r):
     """z of every row's left neighbour: a candidate of the slot before, or the anchor."""
     in_z = in_row[:, None] & (offs_r < r)[None, :]
@@ -101,7 +105,6 @@ def transition_cache_fwd_kernel(
     stride_an,
     SPLIT: tl.constexpr,
     WHOLE: tl.constexpr,
-    BATCHED: tl.constexpr,
     ALIGNED: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -110,10 +113,10 @@ def transition_cache_fwd_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_S slots with BLOCK_K left neighbours each make the rows of a tile, their own candidates its columns.
+    """BLOCK_S slots with BLOCK_K left neighbours each make the rows of a tile.
 
-    With BATCHED the scores are one small product per slot, which fits the layout that the large products leave their rows in;
-    without, one product of all rows and all columns, of which only the blocks on the diagonal are kept.
+    The two products with the weights are one, whose columns alternate between them. The scores are one small product per slot, which
+    fits the layout that the large product leaves its rows in.
     """
     pid_s, pid_m = tl.program_id(0), tl.program_id(1)
     ROWS: tl.constexpr = BLOCK_S * BLOCK_K
@@ -156,12 +159,8 @@ def transition_cache_fwd_kernel(
     in_shared = shared < M
     at_hidden = hidden + (shared // T).to(tl.int64) * stride_hn + (shared % T).to(tl.int64) * stride_ht
     at_own = own + shared.to(tl.int64) * d
-    if BATCHED:
-        b_s = tl.zeros((BLOCK_S, BLOCK_K, BLOCK_K), dtype=tl.float32)
-        b_squares = tl.zeros((BLOCK_S, BLOCK_K), dtype=tl.float32)
-    else:
-        b_s = tl.zeros((ROWS, ROWS), dtype=tl.float32)
-        b_squares = tl.zeros((ROWS,), dtype=tl.float32)
+    b_s = tl.zeros((BLOCK_S, BLOCK_K, BLOCK_K), dtype=tl.float32)
+    b_squares = tl.zeros((BLOCK_S, BLOCK_K), dtype=tl.float32)
     for start in range(0, chunk, BLOCK_D):
         offs_d = pid_s * chunk + start + tl.arange(0, BLOCK_D)
         in_d = offs_d < d
@@ -169,73 +168,39 @@ def transition_cache_fwd_kernel(
         b_own = tl.load(at_own[:, None] + offs_d[None, :], mask=in_shared[:, None] & in_d[None, :], other=0.0)
         b_h = tl.load(at_hidden[:, None] + offs_d[None, :], mask=in_shared[:, None] & in_d[None, :], other=0.0)
         b_w = tl.load(norm_weight + offs_d, mask=in_d, other=0.0).to(tl.float32) * SCALE
-        at_left = gate_weight + offs_d[:, None] * (2 * r) + r
-        at_write = write_weight + offs_d[:, None] * r
-        if BATCHED:
-            # rows of both weights in turn, as one product: its two halves lie side by side in every thread's registers
-            channel = pid_s * chunk + start + offs_both // 2
-            at_row = first_row + channel * stride_row
-            if ALIGNED:
-                at_row = tl.multiple_of(at_row, 16)
-            in_row_of_both = (channel < d)[:, None]
-            b_both = tl.zeros((ROWS, 2 * BLOCK_D), dtype=tl.float32)
-            if WHOLE:
-                b_weights = tl.load(
-                    at_row[:, None] + offs_r[None, :], mask=in_row_of_both & (offs_r < r)[None, :], other=0.0
-                )
-                b_both = tl.dot(b_z, tl.trans(b_weights), input_precision="ieee")
-            else:
-                for first in range(0, r, BLOCK_R):
-                    part_r = first + offs_r
-                    b_weights = tl.load(
-                        at_row[:, None] + part_r[None, :], mask=in_row_of_both & (part_r < r)[None, :], other=0.0
-                    )
-                    b_part = neighbour_features(at_z, at_anchor, in_row, has_predecessor, part_r, r).to(dtype)
-                    b_both = tl.dot(b_part, tl.trans(b_weights), b_both, input_precision="ieee")
-            b_gate, b_x = tl.split(tl.reshape(b_both, (BLOCK_S, BLOCK_K, BLOCK_D, 2)))
-        elif WHOLE:
-            in_weight = in_d[:, None] & (offs_r < r)[None, :]
-            b_left = tl.load(at_left + offs_r[None, :], mask=in_weight, other=0.0)
-            b_write = tl.load(at_write + offs_r[None, :], mask=in_weight, other=0.0)
-            b_gate = tl.dot(b_z, tl.trans(b_left), input_precision="ieee")
-            b_x = tl.dot(b_z, tl.trans(b_write), input_precision="ieee")
+        # rows of both weights in turn: the product's two halves lie side by side in every thread's registers
+        channel = pid_s * chunk + start + offs_both // 2
+        at_row = first_row + channel * stride_row
+        if ALIGNED:
+            at_row = tl.multiple_of(at_row, 16)
+        in_row_of_both = (channel < d)[:, None]
+        if WHOLE:
+            b_weights = tl.load(
+                at_row[:, None] + offs_r[None, :], mask=in_row_of_both & (offs_r < r)[None, :], other=0.0
+            )
+            b_both = tl.dot(b_z, tl.trans(b_weights), input_precision="ieee")
         else:
-            b_gate = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
-            b_x = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+            b_both = tl.zeros((ROWS, 2 * BLOCK_D), dtype=tl.float32)
             for first in range(0, r, BLOCK_R):
                 part_r = first + offs_r
-                in_weight = in_d[:, None] & (part_r < r)[None, :]
-                b_left = tl.load(at_left + part_r[None, :], mask=in_weight, other=0.0)
-                b_write = tl.load(at_write + part_r[None, :], mask=in_weight, other=0.0)
+                b_weights = tl.load(
+                    at_row[:, None] + part_r[None, :], mask=in_row_of_both & (part_r < r)[None, :], other=0.0
+                )
                 b_part = neighbour_features(at_z, at_anchor, in_row, has_predecessor, part_r, r).to(dtype)
-                b_gate = tl.dot(b_part, tl.trans(b_left), b_gate, input_precision="ieee")
-                b_x = tl.dot(b_part, tl.trans(b_write), b_x, input_precision="ieee")
-        if BATCHED:
-            b_x = sigmoid(b_gate + b_own.to(tl.float32)[:, None, :]) * b_x + b_h.to(tl.float32)[:, None, :]
-            b_squares += tl.sum(b_x * b_x, axis=2)
-            b_f = (b_x * b_w[None, None, :]).to(dtype)
-            b_head = tl.reshape(b_head.to(dtype), (BLOCK_S, BLOCK_K, BLOCK_D))
-            b_s = tl.dot(b_f, tl.permute(b_head, (0, 2, 1)), b_s, input_precision="ieee")
-        else:
-            b_x = sigmoid(b_gate + to_rows(b_own.to(tl.float32), BLOCK_S, BLOCK_K, BLOCK_D)) * b_x
-            b_x += to_rows(b_h.to(tl.float32), BLOCK_S, BLOCK_K, BLOCK_D)
-            b_squares += tl.sum(b_x * b_x, axis=1)
-            b_f = (b_x * b_w[None, :]).to(dtype)
-            b_s = tl.dot(b_f, tl.trans(b_head.to(dtype)), b_s, input_precision="ieee")
+                b_both = tl.dot(b_part, tl.trans(b_weights), b_both, input_precision="ieee")
+        b_gate, b_x = tl.split(tl.reshape(b_both, (BLOCK_S, BLOCK_K, BLOCK_D, 2)))
+        b_x = sigmoid(b_gate + b_own.to(tl.float32)[:, None, :]) * b_x + b_h.to(tl.float32)[:, None, :]
+        b_squares += tl.sum(b_x * b_x, axis=2)
+        b_f = (b_x * b_w[None, None, :]).to(dtype)
+        b_head = tl.reshape(b_head.to(dtype), (BLOCK_S, BLOCK_K, BLOCK_D))
+        b_s = tl.dot(b_f, tl.permute(b_head, (0, 2, 1)), b_s, input_precision="ieee")
 
-    if BATCHED:
-        offs_k = tl.arange(0, BLOCK_K)
-        at_row = shared.to(tl.int64)[:, None] * K + offs_k[None, :]
-        in_rows = in_shared[:, None] & (offs_k < K)[None, :]
-        wanted = in_rows[:, :, None] & (offs_k < K)[None, None, :]
-        at = at_row[:, :, None] * K + offs_k[None, None, :]
-        scale = tl.rsqrt(b_squares / d + eps)[:, :, None]
-    else:
-        at_row, in_rows = at_candidate, in_row
-        # rows and columns of different slots met in one tile; only the blocks on the diagonal mean something
-        wanted = in_row[:, None] & in_row[None, :] & (slot[:, None] == slot[None, :])
-        at = at_row[:, None] * K + rank[None, :]
-        scale = tl.rsqrt(b_squares / d + eps)[:, None]
+    offs_k = tl.arange(0, BLOCK_K)
+    at_row = shared.to(tl.int64)[:, None] * K + offs_k[None, :]
+    in_rows = in_shared[:, None] & (offs_k < K)[None, :]
+    wanted = in_rows[:, :, None] & (offs_k < K)[None, None, :]
+    at = at_row[:, :, None] * K + offs_k[None, None, :]
+    scale = tl.rsqrt(b_squares / d + eps)[:, :, None]
     if SPLIT:
         tl.store(scores + pid_s.to(tl.int64) * M * K * K + at, b_s / SCALE, mask=wanted)
         tl.store(squares + pid_s.to(tl.int64) * M * K + at_row, b_squares, mask=in_rows)
@@ -282,7 +247,7 @@ def transition_parts_fwd_kernel(
 class TransitionConfig:
     """Slots, channels and rank per step of the loop, into how many parts its channels are split, and its warps and stages.
 
-    A block of the whole rank is gathered once and stays on chip. `batched`: see `transition_cache_fwd_kernel`.
+    A block of the whole rank is gathered once and stays on chip.
     """
 
     block_s: int
@@ -291,29 +256,30 @@ class TransitionConfig:
     splits: int
     num_warps: int
     num_stages: int
-    batched: bool = True
 
 
-def transition_config(slots: int, candidates: int, channels: int, rank: int, itemsize: int) -> TransitionConfig:
-    """The tiles for a shape class; meant for d = 4096, r = 256 and K = 16 in 16 bits on a Hopper GPU.
+def transition_config(
+    slots: int, candidates: int, channels: int, rank: int, itemsize: int, memory: int = LARGE_MEMORY
+) -> TransitionConfig:
+    """The tiles for a shape class; meant for d = 4096, r = 256 and K = 16 in 16 bits on a Hopper GPU. A program can use `memory`
+    bytes of shared memory.
 
     Every program reads all of `U` and half of `G`, so tiles of 128 rows keep the traffic from the second-level cache (about 0.5 GB
     at 960 slots) below the time of the products; 64 rows serve where there are too few slots to fill the chip.
     """
     block_k = max(next_power_of_2(candidates), 16)
     block_r = max(next_power_of_2(rank), 16)
-    batched = itemsize == 2
     rows, block_d, num_warps, num_stages = (64, 64, 4, 2) if slots <= 64 else (128, 64, 8, 2)
     if itemsize == 4:
         rows, block_d, block_r, num_warps, num_stages = 32, 32, 32, 4, 2
-    elif block_r > 256:
+    elif block_r > 256 or memory < LARGE_MEMORY:
         rows, block_d, block_r, num_warps, num_stages = 64, 64, 64, 4, 3
     elif block_k > 32:
         block_d = 32  # the scores of 64 candidates take registers
     block_s = max(1, rows // block_k)
     # as many programs as there are multiprocessors, about 132, but no more parts than blocks of channels
     splits = max(1, min(128 // cdiv(slots, block_s), cdiv(channels, block_d)))
-    return TransitionConfig(block_s, block_d, block_r, splits, num_warps, num_stages, batched)
+    return TransitionConfig(block_s, block_d, block_r, splits, num_warps, num_stages)
 
 
 def transition_cache_fwd(
@@ -324,7 +290,7 @@ def transition_cache_fwd(
     N, T, d = hidden_states.shape
     K, r, M = candidates.shape[-1], features.shape[-1], N * T
     dtype = gate_weight.dtype
-    config = transition_config(M, K, d, r, dtype.itemsize)
+    config = transition_config(M, K, d, r, dtype.itemsize, shared_memory(hidden_states))
     device = hidden_states.device
     block_k, block_d = max(next_power_of_2(K), 16), config.block_d
     chunk = cdiv(cdiv(d, config.splits), block_d) * block_d
@@ -348,7 +314,7 @@ def transition_cache_fwd(
             hidden_states, own, anchor_features, candidates, transfer_table, head_weight, norm_weight, gate_weight, write_weight,
             parts, squares, M, T, K, d, r, chunk, eps,
             hidden_states.stride(0), hidden_states.stride(1), anchor_features.stride(0),
-            SPLIT=splits > 1, WHOLE=config.block_r >= r, BATCHED=config.batched, ALIGNED=aligned, SCALE=operand_scale(dtype),
+            SPLIT=splits > 1, WHOLE=config.block_r >= r, ALIGNED=aligned, SCALE=operand_scale(dtype),
             BLOCK_S=config.block_s, BLOCK_K=block_k, BLOCK_R=config.block_r, BLOCK_D=block_d,
             **launch_options(hidden_states, config.num_warps, config.num_stages),
         )  # fmt: skip
