@@ -22,7 +22,7 @@ PACKAGES = {
 
 EXTRAS = {
     "triton": ["triton>=3.6"],
-    "train": ["accelerate>=1.10", "datasets>=4.0", "peft>=0.19", "tensorboard", "rich", "pyyaml"],
+    "train": ["accelerate>=1.10", "datasets>=4.0", "peft>=0.19", "matplotlib", "tensorboard", "rich", "pyyaml"],
     "eval": ["datasets>=4.0", "evaluate>=0.4.6", "matplotlib", "rich"],
     # nothing on purpose: SGLang pins torch and transformers exactly and must already be there, which only its own install can see to
     "sglang": [],

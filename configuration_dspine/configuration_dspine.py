@@ -68,6 +68,8 @@ class DSpineConfig(PreTrainedConfig):
         injection (`bool`): gated adjacent injection after the layers in `injection_layers`.
         injection_layers (`list[int]`, *optional*): which draft layers; all if absent.
         injection_gate (`str`): `"channel"`, `"rank"` or `"none"` (see `reference_dspine.py`).
+        soft_token_features (`bool`): slots pass on `softmax(u Z^T / sqrt(r)) Z`, the average token they predict, in place of
+            their feature u; our own reading of a method's variant, which the injection's kernels do not compute.
         refinement (`bool`): choose tokens by last-write refinement; off means every slot takes its own best token.
         num_candidates (`int`): candidates per slot [K].
         supervision (`str`): layer-wise training signal, `"none"`, `"cosine"` or `"cross_entropy"`.
@@ -119,6 +121,7 @@ class DSpineConfig(PreTrainedConfig):
     injection: bool = True
     injection_layers: list[int] | None = None
     injection_gate: str = "channel"
+    soft_token_features: bool = False
     refinement: bool = True
     num_candidates: int = 16
     supervision: str = "none"
@@ -205,6 +208,10 @@ class DSpineConfig(PreTrainedConfig):
         if not 1 <= self.num_candidates <= self.vocab_size:
             raise ValueError(
                 f"num_candidates must be between 1 and vocab_size ({self.vocab_size}), got {self.num_candidates}"
+            )
+        if self.soft_token_features and not self.injection:
+            raise ValueError(
+                "soft_token_features must be False without injection, which alone passes features on, got True"
             )
         for layer in self.injection_layers:
             if not 0 <= layer < self.num_hidden_layers:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from peft import get_peft_model
-from train import load_target, load_tokenizer, pack
+from train import load_target, load_tokenizer, pack, record_thinking
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> dict:
     model = get_peft_model(base, config)
     model.print_trainable_parameters()
     train_dataset = pack(data.data, data, base.config, training.seed, tokenizer, training)
+    record_thinking(base.config, train_dataset.sequences.thinking)
     evaluations = {}
     for entry in data.eval_data:
         name, _, path = entry.rpartition("=")

@@ -1,24 +1,36 @@
 """Times training steps on one GPU and says where the time goes.
 
     python examples/profile_training.py --out profile.json                       # SmolLM2-135M shape, 1,536 blocks of 16 slots
-    python examples/profile_training.py --sections qwen3-8b --out profile.json   # Qwen3-8B shape, 2,048 tokens, 512 blocks
+    python examples/profile_training.py --sections qwen3-8b --drafters dspine dflash speculators --out profile.json
 
-Weights and tokens are random: times do not depend on them. The drafter's step is everything but the target: forward pass, loss,
-backward pass, clipping and optimizer. The target's pass is timed apart, with `--target-layers` layers of the real width.
+Weights and tokens are random: times do not depend on them. Measured are, apart from each other,
+
+* the drafter's step: forward pass, loss, backward pass, clipping and optimizer, on taps that are already there;
+* the target's pass, with `--target-layers` layers of the real width;
+* whole steps of `DSpineTrainer` with its data loader (`--trainer-steps`), and how long the GPU is busy in them.
+
+`--drafters speculators` times the DFlash model, loss and optimizer of `speculators` 0.9.0 on the same shapes: fp32 weights under bf16 autocast,
+its compiled forward pass and its fused KL loss, as its trainer runs them. It learns from the target's distribution, so its step
+includes the product that makes the target's logits of all slots. A part that fails is recorded as `error` and the others go on.
 """
 
 import argparse
+import gc
 import json
 import statistics
+import tempfile
+import time
+import traceback
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainerCallback, TrainingArguments
 
 from dspine.integrations.training import (
     DSpineObjective,
+    DSpineTrainer,
     LossArguments,
     PackedDataset,
     TargetRunner,
@@ -79,137 +91,349 @@ SHAPES = {
 }
 
 
+# ---- clocks ---------------------------------------------------------------------------------------------------------------------
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def milliseconds(step, count: int, warmup: int, device) -> dict[str, float]:
-    """Median and extremes of `count` timed calls after `warmup` untimed ones."""
+    """Median and extremes of `count` timed calls, each waited for, after `warmup` untimed ones, of which the first is the slowest."""
     for _ in range(warmup):
         step()
+    wait(device)
     times = []
     for _ in range(count):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            import time
-
-            started = time.perf_counter()
-            step()
-            times.append(1000 * (time.perf_counter() - started))
+        started = time.perf_counter()
+        step()
+        wait(device)
+        times.append(1000 * (time.perf_counter() - started))
     return {"median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times)}
 
 
 def back_to_back(step, count: int, device) -> float:
     """Milliseconds per call when calls follow each other, as in training, so that launches hide behind kernels."""
-    import time
-
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
     started = time.perf_counter()
     for _ in range(count):
         step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
     return 1000 * (time.perf_counter() - started) / count
 
 
-def section(name: str, args) -> dict:
-    device = torch.device(args.device)
-    shape = SHAPES[name]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = shape["target"]
-    overrides = shape["drafter"] | {"num_hidden_layers": min(5, config.num_hidden_layers - 1)}
-    if args.dflash:
-        overrides |= {"injection": False, "refinement": False}
-    drafter = DSpineModel(
-        DSpineConfig.from_target(config, mask_token_id=16, block_size=args.block_size, **overrides)
-    ).to(device)
-    drafter.set_attn_implementation(PACKED_ATTENTION)
-    # embeddings and head of the target's size, without the layers between them
-    embed = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype).requires_grad_(False)
-    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype).requires_grad_(
-        False
-    )
-    drafter._binding = TargetBinding(embed, head, nn.ModuleList())
-    random = np.random.default_rng(0)
-    length = shape["document"]
-    records = [
-        {"input_ids": random.integers(100, config.vocab_size, size=length), "prompt_length": length // 4}
-        for _ in range(max(1, shape["tokens"] // length))
+def profiler(device: torch.device):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities)
+
+
+def kernels(profile, steps: int, count: int, device: torch.device) -> dict:
+    """Milliseconds per step in which the device computes, and its longest kernels (on a CPU: operations)."""
+    cuda = device.type == "cuda"
+    attribute = "self_device_time_total" if cuda else "self_cpu_time_total"
+    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    events = [
+        e for e in profile.key_averages() if e.device_type == kind and not getattr(e, "is_user_annotation", False)
     ]
-    dataset = PackedDataset(from_records(records), shape["tokens"], shape["anchors"])
-    row = {k: v.to(device) for k, v in dataset[(0, 0)].items()}
-    taps = torch.randn(
-        1, dataset.length, len(drafter.config.target_layer_ids) * config.hidden_size, device=device, dtype=dtype
-    )
+    events.sort(key=lambda e: -getattr(e, attribute))
+    rows = [
+        {
+            "name": e.key[:120],
+            "ms_per_step": round(getattr(e, attribute) / 1000 / steps, 4),
+            "calls_per_step": round(e.count / steps, 2),
+        }
+        for e in events[:count]
+    ]
+    return {"busy_ms": sum(getattr(e, attribute) for e in events) / 1000 / steps, "kernels": rows}
+
+
+# ---- what is timed --------------------------------------------------------------------------------------------------------------
+
+
+class Shape:
+    """Embeddings, head and one row of a section's shape, without the target's layers."""
+
+    def __init__(self, name: str, args):
+        shape = SHAPES[name]
+        self.name, self.target, self.anchors = name, shape["target"], shape["anchors"]
+        self.device = torch.device(args.device)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.block_size, self.overrides = args.block_size, shape["drafter"]
+        config = self.target
+        with torch.device(self.device):
+            self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=self.dtype).requires_grad_(False)
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=self.dtype)
+        self.head.requires_grad_(False)
+        self.dataset = self.rows(1, shape)
+        self.row = {k: v.to(self.device) for k, v in self.dataset[(0, 0)].items()}
+
+    def rows(self, count: int, shape: dict | None = None) -> PackedDataset:
+        shape, random = shape or SHAPES[self.name], np.random.default_rng(0)
+        length = shape["document"]
+        records = [
+            {"input_ids": random.integers(100, self.target.vocab_size, size=length), "prompt_length": length // 4}
+            for _ in range(count * max(1, shape["tokens"] // length))
+        ]
+        return PackedDataset(from_records(records), shape["tokens"], shape["anchors"])
+
+    def config(self, kind: str) -> DSpineConfig:
+        fields = self.overrides | {"num_hidden_layers": min(5, self.target.num_hidden_layers - 1)}
+        if kind != "dspine":
+            fields |= {"injection": False, "refinement": False}
+        return DSpineConfig.from_target(self.target, mask_token_id=16, block_size=self.block_size, **fields)
+
+    def drafter(self, kind: str) -> DSpineModel:
+        with torch.device(self.device):  # billions of random numbers are slow elsewhere
+            drafter = DSpineModel(self.config(kind)).float()
+        drafter.set_attn_implementation(PACKED_ATTENTION)
+        return drafter
+
+    def taps(self, extra: int = 0) -> torch.Tensor:
+        width = (len(self.config("dflash").target_layer_ids) + extra) * self.target.hidden_size
+        return torch.randn(1, self.dataset.length, width, device=self.device, dtype=self.dtype)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+
+def our_step(kind: str, shape: Shape, args):
+    """Forward and training step of a drafter of ours."""
+    drafter = shape.drafter(kind)
+    drafter.binding = TargetBinding(shape.embed, shape.head, nn.ModuleList())
     arguments = LossArguments(cross_entropy_backend=args.cross_entropy)
     objective = DSpineObjective(drafter, arguments, compile=args.compile).train()
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=device.type == "cuda")
-    flex = device.type == "cuda"
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=shape.device.type == "cuda")
+    taps = shape.taps()
 
     def forward():
-        masks = slot_masks(drafter.config, row["anchors"], row["document_starts"], flex)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return objective(context_hidden_states=taps, masks=masks, **row)["loss"]
+        masks = slot_masks(
+            drafter.config, shape.row["anchors"], shape.row["document_starts"], shape.device.type == "cuda"
+        )
+        with shape.autocast():
+            return objective(context_hidden_states=taps, masks=masks, **shape.row)["loss"]
 
+    return forward, training_step(forward, drafter, optimizer), drafter
+
+
+def training_step(forward, model: nn.Module, optimizer):
     def step():
         forward().backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    sizes = estimate(drafter, None, dataset.length, shape["anchors"])
-    result = {"shape": {k: shape[k] for k in ("tokens", "anchors")} | {"block_size": args.block_size}}
-    result |= {"parameters": sizes["drafter_parameters"], "tflop_per_step": sizes["drafter_tflop"]}
+    return step
+
+
+def speculators_step(shape: Shape, compile: bool):
+    """Forward and training step of the DFlash model of `speculators`, set up as by its trainer, which compiles the forward pass.
+
+    Raises:
+        ImportError: the package is not there.
+    """
+    import speculators
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    cuda, config = shape.device.type == "cuda", shape.config("dflash")
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+    )
+    names += " hidden_act rms_norm_eps attention_bias max_position_embeddings rope_parameters initializer_range"
+    layer = Qwen3Config(**{name: getattr(config, name) for name in names.split()}, tie_word_embeddings=False)
+    layer._attn_implementation = "simple_flex_attention" if cuda else "sdpa"
+    fields = DFlashSpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=config.vocab_size,
+        block_size=config.block_size,
+        aux_hidden_state_layer_ids=[i + 1 for i in config.target_layer_ids],
+        mask_token_id=config.mask_token_id,
+        sample_from_anchor=False,
+        speculators_config=speculators.SpeculatorsConfig(
+            algorithm="dflash",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.block_size - 1)],
+            default_proposal_method="greedy",
+            verifier=speculators.VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
+        ),
+    )
+    with torch.device(shape.device):
+        model = DFlashDraftModel(fields).float().train()
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(shape.embed.weight)
+        model.lm_head.weight.copy_(shape.head.weight)
+        model.verifier_lm_head.weight.copy_(shape.head.weight)
+    call, _ = DFlashDraftModel.get_trainer_kwargs(
+        loss_fn="kl_div", loss_implementation="fused" if cuda else "eager", max_anchors=shape.anchors
+    )
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.01)
+    states, row = shape.taps(extra=1), shape.row
+    width, starts = shape.target.hidden_size, row["document_starts"]
+    batch = {
+        "hidden_states": states[..., :-width].contiguous(),
+        "verifier_last_hidden_states": states[..., -width:].contiguous(),
+        "input_ids": row["input_ids"][None],
+        "loss_mask": row["loss_mask"][None].long(),
+        "document_ids": starts[None],
+        "position_ids": row["position_ids"][None],
+    }
+    model_forward = model
+    if not compile:
+        wrapped = type(model).forward
+        model_forward = getattr(wrapped, "_torchdynamo_orig_callable", wrapped).__get__(model)
+
+    def forward():
+        with shape.autocast():
+            return model_forward(**batch, **call)[1]
+
+    return forward, training_step(forward, model, optimizer), model
+
+
+def time_step(kind: str, shape: Shape, args) -> dict:
+    """Times, memory and kernels of one drafter's step."""
+    device = shape.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    started, result = time.perf_counter(), {}
+    theirs = kind == "speculators"
+    try:
+        forward, step, model = speculators_step(shape, args.compile) if theirs else our_step(kind, shape, args)
+        step()
+    except Exception as error:
+        if not (theirs and args.compile) or isinstance(error, ImportError):
+            raise
+        # their compiled forward pass depends on the release of PyTorch
+        result["compiled_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        torch.compiler.reset()
+        forward, step, model = speculators_step(shape, compile=False)
+        step()
+    wait(device)
+    result["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    result["seconds_to_first_step"] = time.perf_counter() - started
     result["step"] = milliseconds(step, args.steps, args.warmup, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     result["step_back_to_back_ms"] = back_to_back(step, args.steps, device)
     if device.type == "cuda":
         result["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-    result["tflops"] = sizes["drafter_tflop"] / result["step_back_to_back_ms"] * 1000
-    result["forward_only"] = milliseconds(forward, max(3, args.steps // 2), 2, device)
+    if isinstance(model, DSpineModel):
+        sizes = estimate(model, None, shape.dataset.length, shape.anchors)
+        result["tflop_per_step"] = sizes["drafter_tflop"]
+        result["tflops"] = sizes["drafter_tflop"] / result["step_back_to_back_ms"] * 1000
+        result["forward_only"] = milliseconds(forward, max(3, args.steps // 2), 2, device)
     if args.table:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profile:
+        with profiler(device) as profile:
             for _ in range(3):
                 step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-        key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-        print(profile.key_averages().table(sort_by=key, row_limit=args.table, max_name_column_width=70))
-        attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-        events = sorted(profile.key_averages(), key=lambda e: -getattr(e, attribute, 0))[: args.table]
-        result["kernels"] = [
-            {"name": e.key[:120], "ms_per_step": getattr(e, attribute, 0) / 3000, "calls_per_step": e.count / 3}
-            for e in events
-        ]
-    if args.target_layers:
-        layers = min(args.target_layers, config.num_hidden_layers)
-        config = config.__class__(**(config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}))
-        with torch.device(device):
-            target = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        taps_at = [i for i in drafter.config.target_layer_ids if i < layers]
-        runner = TargetRunner(target, taps_at, compile=args.compile)
-        result["target"] = {"layers": layers} | milliseconds(lambda: runner(row), args.steps, args.warmup, device)
+            wait(device)
+        result |= kernels(profile, 3, args.table, device)
     return result
+
+
+def make_target(shape: Shape, layers: int):
+    config = shape.target
+    config = config.__class__(**(config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}))
+    with torch.device(shape.device):
+        return AutoModelForCausalLM.from_config(config, dtype=shape.dtype)
+
+
+def time_target(shape: Shape, args) -> dict:
+    """The target's pass up to the last tap."""
+    layers = min(args.target_layers, shape.target.num_hidden_layers)
+    target = make_target(shape, layers)
+    taps_at = [i for i in shape.config("dflash").target_layer_ids if i < layers]
+    runner = TargetRunner(target, taps_at, compile=args.compile)
+    result = {"layers": max(taps_at) + 1} | milliseconds(
+        lambda: runner(shape.row), args.steps, args.warmup, shape.device
+    )
+    result["back_to_back_ms"] = back_to_back(lambda: runner(shape.row), args.steps, shape.device)
+    return result
+
+
+class StepClock(TrainerCallback):
+    """Times the steps of a training run after the first `warmup`, and profiles the last `profiled`."""
+
+    def __init__(self, warmup: int, steps: int, profiled: int, device: torch.device):
+        self.begin, self.end, self.profiled, self.device = warmup, warmup + steps, profiled, device
+        self.profile = profiler(device)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.begin:
+            wait(self.device)
+            self.started = time.perf_counter()
+        elif state.global_step == self.end:
+            wait(self.device)
+            self.milliseconds = 1000 * (time.perf_counter() - self.started) / (self.end - self.begin)
+            self.profile.__enter__()
+        elif state.global_step == self.end + self.profiled:
+            wait(self.device)
+            self.profile.__exit__(None, None, None)
+
+
+def time_trainer(kind: str, shape: Shape, args) -> dict:
+    """Whole steps of `DSpineTrainer`: data, target, drafter, loss, optimizer, logging."""
+    device, cuda, profiled = shape.device, shape.device.type == "cuda", 5
+    target = make_target(shape, shape.target.num_hidden_layers)
+    drafter = shape.drafter(kind)
+    drafter.bind_target(target, init_transfer=True)
+    clock = StepClock(20 if cuda else 2, args.trainer_steps, profiled, device)
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            max_steps=clock.end + profiled,
+            bf16=cuda,
+            use_cpu=not cuda,
+            optim="adamw_torch_fused" if cuda else "adamw_torch",
+            dataloader_num_workers=4 if cuda else 0,
+            dataloader_persistent_workers=cuda,
+            logging_steps=50,
+            logging_nan_inf_filter=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = DSpineTrainer(
+            drafter,
+            options,
+            target=target,
+            train_dataset=shape.rows(16),
+            compile_drafter=args.compile,
+            compile_target=args.compile,
+            callbacks=[clock],
+        )
+        trainer.train()
+    return {"whole_step_ms": clock.milliseconds, **kernels(clock.profile, profiled, args.table, device)}
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------------------
+
+
+def attempt(part, *arguments) -> dict:
+    """A part's figures, or its error: one that fails must not cost the others."""
+    try:
+        return part(*arguments)
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", default=["smollm2-135m"], choices=list(SHAPES))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--drafters", nargs="+", default=["dspine"], choices=["dspine", "dflash", "speculators"])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--cross-entropy", default="auto", choices=["auto", "liger"])
-    parser.add_argument("--dflash", action="store_true", help="without injection and refinement")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--table", type=int, default=25, help="kernels in the profile; 0: no profile")
     parser.add_argument("--target-layers", type=int, default=36, help="layers of the target timed apart; 0: none")
+    parser.add_argument(
+        "--trainer-steps", type=int, default=0, help="whole steps of the trainer that are timed; 0: none"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out")
     args = parser.parse_args(argv)
@@ -217,11 +441,28 @@ def main(argv: list[str] | None = None) -> dict:
     if args.device.startswith("cuda"):
         report["gpu"] = torch.cuda.get_device_name()
     for name in args.sections:
-        report["sections"][name] = section(name, args)
-        shown = {k: v for k, v in report["sections"][name].items() if k != "kernels"}
-        print(name, json.dumps(shown, indent=1))
-        if args.out:
-            Path(args.out).write_text(json.dumps(report, indent=1))
+        shape = Shape(name, args)
+        result = {"tokens": shape.dataset.length, "anchors": shape.anchors, "block_size": args.block_size}
+        report["sections"][name] = result
+        parts = [(kind, time_step, (kind, shape, args)) for kind in args.drafters]
+        if args.target_layers:
+            parts.append(("target", time_target, (shape, args)))
+        if args.trainer_steps:
+            parts += [
+                (f"trainer_{kind}", time_trainer, (kind, shape, args))
+                for kind in args.drafters
+                if kind != "speculators"
+            ]
+        for part, function, arguments in parts:
+            result[part] = attempt(function, *arguments)
+            torch.compiler.reset()
+            gc.collect()
+            shown = {k: v for k, v in result[part].items() if k != "kernels"}
+            print(name, part, json.dumps(shown, indent=1), flush=True)
+            for kernel in result[part].get("kernels", ())[:12]:
+                print(f"  {kernel['ms_per_step']:8.3f} ms {kernel['calls_per_step']:6.1f} x {kernel['name'][:90]}")
+            if args.out:
+                Path(args.out).write_text(json.dumps(report, indent=1))
     return report
 
 

@@ -100,6 +100,17 @@ def pack(sources, arguments, config, seed, tokenizer, train_args, limit=None, sh
     return dataset
 
 
+def record_thinking(config, thinking: set[bool]) -> None:
+    """Writes the thinking mode that the data was generated with into the drafter's configuration, unless it was given."""
+    if config.target_thinking is None and len(thinking) == 1:
+        config.target_thinking = next(iter(thinking))
+    elif thinking - {config.target_thinking}:
+        logger.warning(
+            f"the data was generated with thinking {sorted(thinking)}, but the drafter is trained for target_thinking="
+            f"{config.target_thinking}"
+        )
+
+
 def print_dry_run(drafter, target, tokenizer, dataset, data_args, run_args, train_args) -> None:
     """Shapes, sizes, estimates, and the first batch if there is data."""
     config = drafter.config
@@ -161,6 +172,7 @@ def main(argv: list[str] | None = None) -> dict:
         shard_target(target, train_args.device)
     drafter = build_drafter(drafter_args, target, tokenizer, train_args.device)
     dataset = pack(data_args.data, data_args, drafter.config, seed, tokenizer, train_args)
+    record_thinking(drafter.config, dataset.sequences.thinking)
     evaluations = {}
     for entry in data_args.eval_data:
         name, _, path = entry.rpartition("=")

@@ -30,7 +30,7 @@ from .attention_masks_dspine import attention_masks
 from .configuration_dspine import DSpineConfig
 from .generation_dspine import dspine_generate
 from .hub_dspine import DSpineHubMixin
-from .reference_dspine import predecessor_table, rms
+from .reference_dspine import gated_write, predecessor_table, predicted_feature, rms
 from .registry_dspine import call
 from .target_dspine import TargetBinding, bind, token_of_embedding, transfer_table, whitening_map
 
@@ -183,10 +183,33 @@ class DSpineInjection(nn.Module):
             "gate": self.gate_form,
         }
 
-    def forward(self, hidden_states: torch.Tensor, anchor_features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Injects into blocks `[N, B, d]` with `z(anchor)` `[N, r]`; returns the written states and the features `[N, B, r]`."""
+    def forward(
+        self, hidden_states: torch.Tensor, anchor_features: torch.Tensor, soft_tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Injects into blocks `[N, B, d]` with `z(anchor)` `[N, r]`; returns the written states and the features `[N, B, r]`.
+
+        With `soft_tokens`, the table Z `[V, r]`, a neighbour passes on its [`soft_token`] instead of its feature. This runs in
+        PyTorch: implementations of the operation compute feature and write in one piece.
+        """
         weights = (self.norm.weight, self.feature.weight)
-        return call("gated_adjacent_injection", hidden_states, anchor_features, *weights, **self.write_weights)
+        if soft_tokens is None:
+            return call("gated_adjacent_injection", hidden_states, anchor_features, *weights, **self.write_weights)
+        own = predicted_feature(hidden_states[:, 1:], *weights, self.eps).to(hidden_states.dtype)
+        anchors = anchor_features[:, None].to(own.dtype)
+        left = torch.cat([anchors, soft_token(own[:, :-1], soft_tokens)], dim=1)
+        arguments = {name: value for name, value in self.write_weights.items() if name != "eps"}
+        write = gated_write(own, left, **arguments).to(hidden_states.dtype)
+        return hidden_states + F.pad(write, (0, 0, 1, 0)), torch.cat([anchors, own], dim=1)
+
+
+def soft_token(features: torch.Tensor, transfer_table: torch.Tensor) -> torch.Tensor:
+    """`softmax(u Z^T / sqrt(r)) Z`: coordinates of the token that features `[..., r]` predict, on average over all tokens.
+
+    As attention over the rows of `Z [V, r]`, so that no weights of all slots and tokens are ever stored.
+    """
+    queries = features.reshape(1, 1, -1, features.shape[-1])
+    rows = transfer_table.to(features.dtype)[None, None]
+    return F.scaled_dot_product_attention(queries, rows, rows).to(features.dtype).reshape(features.shape)
 
 
 class DSpinePreTrainedModel(DSpineHubMixin, PreTrainedModel):
@@ -285,6 +308,14 @@ class DSpineModel(DSpinePreTrainedModel):
             raise ValueError("the drafter is not bound to a target; call drafter.bind_target(target) first")
         return self._binding
 
+    @binding.setter
+    def binding(self, binding: TargetBinding) -> None:
+        self._binding, self._table_is_current = binding, False
+
+    @property
+    def is_bound(self) -> bool:
+        return self._binding is not None
+
     def train(self, mode: bool = True):
         if mode and self._binding is not None and self._binding.head_weight is not None:
             self._table_is_current = False  # A is about to change
@@ -299,6 +330,19 @@ class DSpineModel(DSpinePreTrainedModel):
             )
             self._table_is_current = True
         return self.transfer_table
+
+    def set_transfer_table(self, table: torch.Tensor) -> None:
+        """Takes over a table `[V, r]` that was computed elsewhere from the current A, where A itself is sharded."""
+        self.transfer_table, self._table_is_current = table, True
+
+    def soft_token_table(self) -> torch.Tensor | None:
+        """`Z [V, r]` for soft tokens, None without them. In training from the current A, and constant: z learns from tokens alone."""
+        if not self.config.soft_token_features:
+            return None
+        if not self.training:
+            return self.ensure_transfer_table()
+        weight = self.transfer.weight
+        return transfer_table(self.binding.head_weight, weight, self.config.rms_norm_eps, weight.dtype)
 
     def token_features(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`z(v)` of tokens, `[...]` int64 to `[..., r]`; differentiable with respect to A in training mode."""
@@ -376,6 +420,7 @@ class DSpineModel(DSpinePreTrainedModel):
                 anchors = noise_embeds.view(batch, -1, block_size, width)[:, :, 0].flatten(0, 1)
                 anchor_ids = token_of_embedding(anchors, self.binding.embed_tokens)
             anchor_features = self.token_features(anchor_ids.reshape(-1))
+        soft_tokens = self.soft_token_table()
 
         hidden_states, pre_write, features, layer_features = noise_embeds, None, None, ()
         for i, layer in enumerate(self.layers):
@@ -383,7 +428,8 @@ class DSpineModel(DSpinePreTrainedModel):
             if str(i) not in self.injections:
                 continue
             pre_write = hidden_states
-            written, features = self.injections[str(i)](hidden_states.reshape(-1, block_size, width), anchor_features)
+            blocks = hidden_states.reshape(-1, block_size, width)
+            written, features = self.injections[str(i)](blocks, anchor_features, soft_tokens)
             features = features.view(batch, slots, -1)
             if i in self.config.injection_layers:
                 hidden_states = written.view(batch, slots, width)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from .reference_dspine import REFERENCES
 
 
@@ -113,13 +115,18 @@ def call(op: str, *args, **kwargs):
         reason = table[name].check(*args, **kwargs)
         if reason is not None:
             raise ValueError(f"{op}: the implementation {name!r} was demanded but cannot run: {reason}")
-        _last_choice[op] = (name, {other: "another implementation was demanded" for other in table if other != name})
+        if not torch.compiler.is_compiling():  # a graph that reads it would be compiled again once it has changed
+            _last_choice[op] = (
+                name,
+                {other: "another implementation was demanded" for other in table if other != name},
+            )
         return table[name].function(*args, **kwargs)
     reasons = {}
     for name in reversed(table):
         reason = table[name].check(*args, **kwargs)
         if reason is None:
-            _last_choice[op] = (name, reasons)
+            if not torch.compiler.is_compiling():
+                _last_choice[op] = (name, reasons)
             return table[name].function(*args, **kwargs)
         reasons[name] = reason
     raise AssertionError("the reference always runs")

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 import pytest
-from test_training_helpers import CHATML, tiny_tokenizer
+from training_helpers import CHATML, tiny_tokenizer
 
 from dspine.integrations.training import ConversationEncoder, PackedDataset, load_sequences, report_table
 from dspine.integrations.training.conversations import LeftOut, detect_format
@@ -138,6 +138,20 @@ PICKY = (
     "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}" + CHATML.split("%}", 1)[1]
 )
+
+
+def test_patterns_and_folders_of_files(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    for number, thinking in enumerate((False, None)):
+        # files of different runs differ in types and columns
+        ids = [list(range(5, 15))] if number else [[5, 6, 7, 8]]
+        table = pandas.DataFrame({"input_ids": ids, "prompt_length": [2], "thinking": [thinking]})
+        table.to_parquet(tmp_path / f"part{number}.parquet")
+    for source in (f"{tmp_path}/part*.parquet", str(tmp_path), [f"{tmp_path}/part[01].parquet"]):
+        sequences = load_sequences(source)
+        assert [len(ids) for ids in sequences.input_ids] == [4, 10] and sequences.thinking == {False}
+    with pytest.raises(ValueError, match="matches no file"):
+        load_sequences(f"{tmp_path}/none*.parquet")
 
 
 def test_what_is_left_out_is_counted_by_reason_and_reported(caplog):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load_example
-from test_training_helpers import tiny_tokenizer
 from test_training_trainer import answers, arguments, new_drafter
 from tiny_models import tiny_target
+from training_helpers import tiny_tokenizer
 
 from dspine.integrations.training import DSpineTrainer, PackedDataset, export_drafter, from_records
 from dspine.modeling_dspine import DSpineModel

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 from conftest import load_example
-from test_training_helpers import CHATML, tiny_tokenizer
 from tiny_models import tiny_target
+from training_helpers import CHATML, tiny_tokenizer
 
 from dspine.integrations.training import ConversationEncoder, load_sequences
 from dspine.integrations.training.regenerate import (

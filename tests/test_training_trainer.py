@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import load_example
-from test_training_helpers import tiny_tokenizer
 from tiny_models import MASK_ID, tiny_drafter, tiny_target
+from torch._dynamo.testing import CompileCounter
+from training_helpers import tiny_tokenizer
 from transformers import TrainingArguments
 
 from dspine.integrations.training import (
@@ -203,6 +204,25 @@ def test_time_limit_stops_cleanly(tmp_path):
     assert trainer.state.global_step == 2
 
 
+def test_a_run_cut_by_the_time_limit_resumes(tmp_path):
+    target = tiny_target()
+    records = answers(target)
+
+    def run(callbacks, resume=None):
+        options = arguments(tmp_path / "run", max_steps=6, save_strategy="steps", save_steps=100)
+        data = PackedDataset(from_records(records), 128, 12)
+        trainer = DSpineTrainer(new_drafter(target), options, target=target, train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run([]).drafter.state_dict()
+    assert run([TimeLimitCallback(0.0, every=2)]).state.global_step == 2
+    resumed = run([], str(tmp_path / "run" / "checkpoint-2"))
+    assert resumed.state.global_step == 6
+    for name, value in whole.items():
+        assert torch.equal(value, resumed.drafter.state_dict()[name]), name
+
+
 def test_refuses_what_it_cannot_do(tmp_path):
     target = tiny_target()
     data = PackedDataset(from_records(answers(target)), 128, 12)
@@ -329,7 +349,7 @@ def test_training_script(tmp_path, capsys):
     recipes = Path(__file__).parents[1] / "examples" / "recipes"
     options = f"""--target {tmp_path}/target --target_dtype float32 --data {tmp_path}/data.parquet --mask_token_id {MASK_ID}
         --eval_data greedy={tmp_path}/data.parquet --eval_documents 6 --num_hidden_layers 2 --block_size 6 --transfer_rank 8
-        --tokens_per_batch 256 --max_anchors 30 --bf16 false --compile_drafter false --dataloader_num_workers 0
+        --tokens_per_batch 256 --max_anchors 30 --bf16 false --compile_drafter false --compile_target false --dataloader_num_workers 0
         --dataloader_persistent_workers false --use_cpu --optim adamw_torch --disable_tqdm true --output_dir {tmp_path}/out""".split()
     script = load_example("train")
     script.main([str(recipes / "smollm2-135m-dspine.yaml"), *options, "--dry_run"])
@@ -423,13 +443,25 @@ def test_accelerate_launch_on_two_gpus(tmp_path, sharded):
     assert DSpineModel.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_target_runner_matches_documents_alone():
+@pytest.mark.parametrize("compile", [False, True])
+def test_target_runner_matches_documents_alone(compile, monkeypatch):
     target = tiny_target()
     records = answers(target, count=6)
     data = PackedDataset(from_records(records), 256, 4)
-    runner = TargetRunner(target, [1, 3])
+    compiled = CompileCounter()  # one graph for all layers, run as it is
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_function(f, backend=compiled, **options))
+    torch.compiler.reset()
+    runner = TargetRunner(target, [1, 3], compile=compile)
     row = {name: torch.from_numpy(array) for name, array in data.row(0).items()}
     taps = runner(row)
+    assert compiled.frame_count == compile
+    again, final = runner(row, final=True)
+    assert torch.equal(taps, again) and compiled.frame_count == compile
+    documents = data.documents(0)
+    alone = target(torch.tensor(records[documents[0][0]]["input_ids"])[None], output_hidden_states=True)
+    torch.testing.assert_close(final[:, : documents[0][2]], alone.hidden_states[-1], rtol=1e-4, atol=1e-5)
+    assert len(target.get_decoder().layers) == target.config.num_hidden_layers
     for sequence, begin, end in data.documents(0):
         alone = target(torch.tensor(records[sequence]["input_ids"])[None], output_hidden_states=True).hidden_states
         wanted = torch.cat([alone[2], alone[4]], dim=-1)[0]

@@ -33,6 +33,7 @@ class DrafterArguments:
     injection: bool | None = None
     injection_layers: list[int] | None = None
     injection_gate: str | None = None
+    soft_token_features: bool | None = None
     refinement: bool | None = None
     num_candidates: int | None = None
     supervision: str | None = None
@@ -64,7 +65,7 @@ class DataArguments:
     data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Files (.json, .jsonl, .parquet), folders or Hub data sets, with the columns input_ids and prompt_length (or "
+            "help": "Files (.json, .jsonl, .parquet), patterns ('dir/*.parquet'), folders or Hub data sets, with the columns input_ids and prompt_length (or "
             "loss_mask), messages, conversations (ShareGPT), or instruction and output (Alpaca)."
         },
     )

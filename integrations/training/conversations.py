@@ -5,6 +5,7 @@ target's own chat template. Nothing is dropped silently: what cannot be used is 
 the packing continues and `report_table` prints.
 """
 
+import glob
 import logging
 import re
 from collections import Counter
@@ -287,6 +288,29 @@ def encode_conversations(dataset, encoder: ConversationEncoder, workers: int | N
     return result
 
 
+def expand_sources(sources) -> list:
+    """Sources with patterns (`answers/*.parquet`) and folders of parquet files replaced by the files, sorted by name.
+
+    Files are read one by one: those of different runs may store their columns in different types.
+
+    Raises:
+        ValueError: a pattern that no file matches.
+    """
+    several = isinstance(sources, Sequence) and not isinstance(sources, str)
+    expanded = []
+    for source in sources if several else [sources]:
+        if isinstance(source, (str, Path)) and glob.has_magic(str(source)) and not Path(source).exists():
+            files = sorted(glob.glob(str(source), recursive=True))
+            if not files:
+                raise ValueError(f"the data must exist, got {source!r}, which matches no file")
+            expanded += files
+        elif isinstance(source, (str, Path)) and Path(source).is_dir() and not list(Path(source).glob("*.json")):
+            expanded += sorted(map(str, Path(source).glob("*.parquet"))) or [source]
+        else:
+            expanded.append(source)
+    return expanded
+
+
 def load_sequences(
     sources,
     tokenizer=None,
@@ -298,7 +322,7 @@ def load_sequences(
     """Token sequences from whatever [`read_dataset`] reads, conversations or token ids, told apart by their columns.
 
     Args:
-        sources: one or several files, Hub ids or `datasets.Dataset` objects.
+        sources: one or several files, patterns of file names, folders, Hub ids or `datasets.Dataset` objects.
         tokenizer: the target's; only conversations need it.
         split: of Hub datasets.
         thinking, last_turn_only: see [`ConversationEncoder`].
@@ -307,14 +331,15 @@ def load_sequences(
     Raises:
         ValueError: unknown columns, conversations without a tokenizer, or nothing usable.
     """
-    several = isinstance(sources, Sequence) and not isinstance(sources, str)
     result, encoder = TokenSequences(), None
-    for source in sources if several else [sources]:
+    for source in expand_sources(sources):
         dataset = read_dataset(source, split)
         if detect_format(dataset.column_names) == "tokens":
             keep = ("input_ids", "prompt_length", "loss_mask", "assistant_masks", "source")
             kept = [name for name in keep if name in dataset.column_names]
             result += from_records(_records(dataset.select_columns(kept)))
+            if "thinking" in dataset.column_names:
+                result.thinking |= {bool(value) for value in dataset.unique("thinking") if value is not None}
             continue
         if tokenizer is None:
             raise ValueError("conversations need the target's tokenizer, got none; put it into the target's folder")
@@ -335,6 +360,7 @@ __all__ = [
     "LeftOut",
     "detect_format",
     "encode_conversations",
+    "expand_sources",
     "load_sequences",
     "read_dataset",
     "report_table",

@@ -23,12 +23,13 @@ logger = logging.getLogger(__name__)
 @dataclass
 class TokenSequences:
     """Sequences with the positions that count as response. `loss_mask[i]` is True on response tokens; `sources` is optional,
-    `report` counts what reading them left out."""
+    `report` counts what reading them left out, `thinking` holds the thinking modes that the data says it was generated with."""
 
     input_ids: list[np.ndarray] = field(default_factory=list)
     loss_mask: list[np.ndarray] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     report: Counter = field(default_factory=Counter)
+    thinking: set[bool] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -39,13 +40,14 @@ class TokenSequences:
             return self
         chosen = [i * len(self) // limit for i in range(limit)]
         parts = ([values[i] for i in chosen] for values in (self.input_ids, self.loss_mask, self.sources))
-        return TokenSequences(*parts, self.report)
+        return TokenSequences(*parts, self.report, self.thinking)
 
     def __iadd__(self, other: "TokenSequences") -> "TokenSequences":
         self.input_ids += other.input_ids
         self.loss_mask += other.loss_mask
         self.sources += other.sources
         self.report.update(other.report)
+        self.thinking |= other.thinking
         return self
 
 

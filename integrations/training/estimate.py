@@ -39,6 +39,10 @@ def estimate(
         per_slot += len(drafter.injections) * 4 * d * config.transfer_rank
     context = tokens * (taps * d * d + layers * 2 * d * kv_width)
     backbone = 6 * (slots * per_slot + context)
+    if (
+        config.soft_token_features
+    ):  # attention over the whole table, its backward pass two and a half times the forward
+        backbone += 14 * len(config.injection_layers) * slots * config.vocab_size * config.transfer_rank
     heads = terms * 4 * rows * config.vocab_size * d
     drafter_flop = backbone + heads
     # saved for the backward pass of a layer: norms, projections, attention, gated MLP

@@ -52,7 +52,7 @@ def merge_adapter(model, target=None) -> DSpineModel:
     if target is not None:
         drafter.bind_target(target)
     stored = drafter.config.uses_transfer_space and drafter.config.store_transfer_table
-    if stored and (drafter._binding is None or drafter.binding.head_weight is None):
+    if stored and not (drafter.is_bound and drafter.binding.head_weight is not None):
         raise ValueError(
             "the stored transfer table must be recomputed after merging; pass the unquantised target (merge_adapter(model, target))"
         )

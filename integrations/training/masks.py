@@ -63,17 +63,23 @@ def dense(rule, queries: int, columns: int, device) -> torch.Tensor:
 
 def _block_mask(rule, needed: torch.Tensor, full: torch.Tensor, queries: int, columns: int) -> BlockMask:
     """A flex BlockMask from boolean tables of tiles `[ceil(queries / TILE), ceil(columns / TILE)]`: which are needed at all and
-    which of these are visible throughout."""
+    which of these are visible throughout.
+
+    The backward pass needs the tables by columns too. They are the transposed ones, which `BlockMask.from_kv_blocks` would win back
+    from its lists in hundreds of small operations.
+    """
 
     def ordered(table):
         table = table[None, None]
         indices = torch.argsort(table.int(), dim=-1, descending=True, stable=True)
         return table.sum(-1, dtype=torch.int32), indices.to(torch.int32).contiguous()
 
-    partial = ordered(needed & ~full)
-    return BlockMask.from_kv_blocks(
-        *partial, *ordered(needed & full), BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(queries, columns)
-    )
+    tables = (needed & ~full, needed & full)
+    lists = [ordered(table) for table in tables] + [ordered(table.T) for table in tables]
+    fields = {}
+    for name, (counts, indices) in zip(("kv", "full_kv", "q", "full_q"), lists):
+        fields |= {f"{name}_num_blocks": counts, f"{name}_indices": indices}
+    return BlockMask(seq_lengths=(queries, columns), BLOCK_SIZE=(TILE, TILE), mask_mod=rule, **fields)
 
 
 def target_mask(document_starts: torch.Tensor, window: int | None = None, flex: bool = False):

@@ -174,7 +174,7 @@ class DSpineObjective(DSpinePreTrainedModel):
                 weight, head = state_dict["transfer.weight"], self.drafter.binding.head_weight
                 table = transfer_table(head, weight.to(head.device), self.config.rms_norm_eps, weight.dtype)
                 # the drafter's own A may be sharded, so it must not be asked to compute the table
-                self.drafter.transfer_table, self.drafter._table_is_current = table, True
+                self.drafter.set_transfer_table(table)
                 state_dict["transfer_table"] = table
         self.drafter.save_pretrained(save_directory, state_dict=state_dict, **kwargs)
 

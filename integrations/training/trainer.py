@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from dspine.modeling_dspine.hub_dspine import card_text
 from dspine.modeling_dspine.modeling_dspine import DSpineModel
@@ -25,13 +26,50 @@ from .metrics import WalkStatistics, walk_dataset
 from .objective import DSpineObjective, LossArguments
 
 
+def decoder_view(decoder: nn.Module, layers: list[nn.Module], norm: bool = True) -> nn.Module:
+    """The decoder with other `layers`, or the first of its own, and without its final norm unless `norm`; the rest is shared."""
+    view = copy.copy(decoder)
+    view._modules = dict(decoder._modules)  # a module's copy shares its table of submodules
+    view.layers = nn.ModuleList(layers)
+    view.config = copy.copy(decoder.config)
+    view.config.num_hidden_layers = len(layers)
+    if not norm and isinstance(getattr(view, "norm", None), nn.Module):
+        view.norm = nn.Identity()
+    return view
+
+
+class CompiledLayer(nn.Module):
+    """A decoder layer that runs through a compiled forward function, which all layers of its class share.
+
+    The whole decoder would be unrolled into one graph, whose compilation takes as many times longer as there are layers.
+    """
+
+    def __init__(self, layer: nn.Module, forward):
+        super().__init__()
+        self.layer, self.compiled_forward = layer, forward
+
+    def forward(self, *args, **kwargs):
+        return self.compiled_forward(self.layer, *args, **kwargs)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)  # decoders ask layers for their kind of attention
+
+
 class TargetRunner:
     """Runs the frozen target over one packed row and returns its taps. Not a module: the target is neither trained nor saved.
+
+    Layers after the last tap, which only the head would see, run when the head's input is asked for.
 
     Args:
         target: a causal language model; put into evaluation mode, frozen, and switched to the packed attention function.
         target_layer_ids: zero-based layers whose outputs are taken.
-        compile: run the decoder through `torch.compile`.
+        compile: run the decoder's layers through `torch.compile`.
+
+    Raises:
+        ValueError: a target spread over processes is to be compiled.
     """
 
     def __init__(self, target: nn.Module, target_layer_ids: list[int], compile: bool = False):
@@ -42,8 +80,15 @@ class TargetRunner:
         window = getattr(text, "sliding_window", None) if "sliding_attention" in kinds else None
         self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         decoder = target.get_decoder()
-        self.taps = TapRecorder(decoder.layers, target_layer_ids).__enter__()
-        self.decoder = torch.compile(decoder, dynamic=False) if compile else decoder
+        layers = list(decoder.layers)
+        if compile:
+            if self.sharded:
+                raise ValueError("compile_target must be False for a target that is spread over processes, got True")
+            functions = {kind: torch.compile(kind.forward, dynamic=False) for kind in set(map(type, layers))}
+            layers = [CompiledLayer(layer, functions[type(layer)]) for layer in layers]
+        self.taps = TapRecorder(layers, target_layer_ids).__enter__()
+        self.decoder = decoder_view(decoder, layers)
+        self.up_to_taps = decoder_view(decoder, layers[: max(target_layer_ids) + 1], norm=False)
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +109,7 @@ class TargetRunner:
         mask = next(iter(masks.values())) if len(masks) == 1 else masks
         # as in serving: no casts but the model's own
         with torch.autocast(self.device.type, enabled=False):
-            outputs = self.decoder(
+            outputs = (self.decoder if final else self.up_to_taps)(
                 input_ids=row["input_ids"][None],
                 attention_mask=mask,
                 position_ids=row["position_ids"][None],
@@ -138,6 +183,8 @@ class DSpineTrainer(Trainer):
             raise ValueError("the drafter must be bound to the given target, got one bound to another model")
         # rows are not columns of the model's signature
         args.remove_unused_columns = False
+        # otherwise the host waits, while it copies the next row, until the device has finished the last step
+        args.accelerator_config.non_blocking = args.dataloader_pin_memory
         drafter.set_attn_implementation(PACKED_ATTENTION)
         objective = DSpineObjective(drafter, loss_arguments, compile=compile_drafter, adapter=adapter)
         self.distance = objective.arguments.distance != "none"
@@ -326,6 +373,7 @@ class TimeLimitCallback(TrainerCallback):
             over = bool(flag.item())
         if over:
             control.should_training_stop = True
+            control.should_save = args.save_strategy != SaveStrategy.NO  # to be resumed from here
         return control
 
 
