@@ -2,17 +2,21 @@
 
     python examples/benchmark.py --target PATH --drafter dspine=PATH --drafter dflash=PATH \
         --bench-dir FOLDER --max-samples 80 --temperatures 0 1 --block-sizes 16 8 --out results/smollm2
-    torchrun --nproc_per_node 8 examples/benchmark.py ...        # prompts are shared out over processes, nothing else changes
+    torchrun --standalone --nproc_per_node 8 examples/benchmark.py ... --baselines target --mix-sets --batch-size 40
     python examples/benchmark.py --backend sglang --target PATH --server target=http://127.0.0.1:30000 \
         --server dspine=http://127.0.0.1:30001 --concurrency 1 8 32 --bench-dir FOLDER --out results/served
 
-Without `--bench-dir` the sets come from the Hub. Every finished request is on disk at once; the same command continues a run that was
-cut. At T=0 a drafter's text must be the target's own; where it parts from it, the first difference is scored again in fp32, and more
+Under `torchrun` the prompts are shared out over the processes and nothing else changes. More processes than GPUs share them, which is
+faster where a small target waits for the host; lengths and texts stay what they are, but speeds are then those of a crowded device:
+measure speed in a run of its own, one process and `--batch-size 1`.
+
+Without `--bench-dir` the sets come from the Hub. Every finished batch is on disk at once; the same command continues a run that was
+cut, and `--summary-only` sums up what a killed one left. At T=0 a drafter's text must be the target's own; where it parts from it, the first difference is scored again in fp32, and more
 than a near-tie is counted as a fault. `python examples/report.py results/smollm2` turns the folder into a page.
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import platform
@@ -28,13 +32,14 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dspine.modeling_dspine
-from dspine.integrations.doctor import load_drafter, read_config
+from dspine.integrations.doctor_pairing import load_drafter, read_config
 from dspine.integrations.evaluation import (
     BENCHMARKS,
     NearTieCheck,
     ResultStore,
     Server,
     decode_alone,
+    decode_in_transformers_loop,
     decode_prompt_lookup,
     decode_with_drafter,
     load_prompts,
@@ -42,7 +47,7 @@ from dspine.integrations.evaluation import (
     summarise_records,
 )
 from dspine.integrations.evaluation.decoding import prompt_seed
-from dspine.integrations.evaluation.results import fingerprint, write_json
+from dspine.integrations.evaluation.results import assisted_name, fingerprint, write_json
 from dspine.modeling_dspine import DSpineModel, implementation_report
 
 
@@ -64,7 +69,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--server-api", default="sglang", choices=["sglang", "openai"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1], help="requests under way at a server")
     parser.add_argument(
-        "--baselines", nargs="*", default=["target", "prompt_lookup"], choices=["target", "prompt_lookup"]
+        "--baselines",
+        nargs="*",
+        default=["target", "prompt_lookup"],
+        choices=["target", "prompt_lookup", "assisted"],
+        help="`assisted`: every drafter in Transformers' own DFlash loop too (Transformers 5.19 or later)",
     )
     parser.add_argument("--lookup-tokens", type=int, default=10, help="tokens that prompt lookup proposes")
     parser.add_argument("--datasets", nargs="+", default=list(BENCHMARKS))
@@ -90,11 +99,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-exactness", action="store_true", help="do not compare texts at T=0")
     parser.add_argument("--warmup-tokens", type=int, default=32, help="decoded by every method before it is timed")
     parser.add_argument("--time-limit", type=float, help="seconds after which to stop; the same command continues")
+    parser.add_argument("--summary-only", action="store_true", help="decode nothing, sum up what is in --out")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--num-resamples", type=int, default=1000, help="of the bootstrap")
     parser.add_argument("--out", required=True, help="results folder")
     args = parser.parse_args(argv)
-    if args.backend == "sglang" and not args.server:
+    if args.backend == "sglang" and not args.server and not args.summary_only:
         parser.error("--backend sglang needs --server NAME=URL")
     if args.backend == "transformers" and args.server:
         parser.error("--server is for --backend sglang")
@@ -145,11 +155,14 @@ def read_prompts(args, tokenizer) -> list:
         order.append(place[prompt.dataset])
         place[prompt.dataset] += 1
     prompts = [prompts[i] for i in sorted(range(len(prompts)), key=lambda i: order[i])]
-    return prompts[args.rank :: args.world]
+    # equal work for all: where answers are known, every process gets long and short ones alike
+    places = sorted(range(len(prompts)), key=lambda i: prompts[i].answer_length or 0)
+    return [prompts[i] for i in sorted(places[args.rank :: args.world])]
 
 
 def batches(prompts: list, size: int, mix_sets: bool = False) -> list[list]:
-    """Batches of one set each unless `mix_sets`; prompts of like length go together."""
+    """Batches of one set each unless `mix_sets`; prompts of like answers (if known) and like length go together, since a batch runs
+    as long as its longest answer."""
     if size == 1:
         return [[prompt] for prompt in prompts]
     sets = defaultdict(list)
@@ -157,7 +170,7 @@ def batches(prompts: list, size: int, mix_sets: bool = False) -> list[list]:
         sets[None if mix_sets else prompt.dataset].append(prompt)
     parts = []
     for rows in sets.values():
-        rows = sorted(rows, key=lambda prompt: len(prompt.input_ids))
+        rows = sorted(rows, key=lambda prompt: (prompt.answer_length or 0, len(prompt.input_ids)))
         parts.append([rows[i : i + size] for i in range(0, len(rows), size)])
     return [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
 
@@ -173,6 +186,7 @@ def versions(args) -> dict:
         else f"CPU ({platform.machine()})",
         "threads": torch.get_num_threads(),
         "processes": args.world,
+        "devices": min(args.world, torch.cuda.device_count()) if args.device.startswith("cuda") else 1,
     }
     if args.backend == "transformers":
         result["implementations"] = {name: part["active"] for name, part in implementation_report().items()}
@@ -180,13 +194,12 @@ def versions(args) -> dict:
 
 
 def load(folder: str, dtype: torch.dtype) -> DSpineModel:
-    """A DSpine drafter, a DFlash checkpoint, or a peer trained by `peers/speculators_peers.py`."""
+    """A DSpine drafter, a DFlash checkpoint, or a peer trained by a script in `peers/`."""
     if (Path(folder) / "peer.json").is_file():
-        path = Path(__file__).parent / "peers" / "speculators_peers.py"
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        peers = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(peers)
-        return peers.load_peer(folder, dtype)
+        path = str(Path(__file__).parent / "peers")
+        if path not in sys.path:
+            sys.path.append(path)
+        return importlib.import_module("peer_drafters").load_peer(folder, dtype)
     _, is_dflash = read_config(folder)
     return load_drafter(folder, dtype, is_dflash)
 
@@ -202,7 +215,7 @@ class TransformersRun:
         self.tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         self.check = None if args.no_exactness else NearTieCheck(self.target, args.tie_gap)
         self.methods, self.drafters = [], {}
-        for name in args.baselines:
+        for name in (name for name in args.baselines if name != "assisted"):
             self.methods.append({"method": name, "kind": name, "block_size": None, "fingerprint": None})
         for name, folder in named(args.drafter).items():
             drafter = load(folder, dtype).to(args.device).eval()
@@ -224,6 +237,9 @@ class TransformersRun:
                         "fingerprint": self.drafters[name]["fingerprint"],
                     }
                 )
+            if "assisted" in args.baselines:
+                part = {"kind": "assisted", "block_size": trained, "fingerprint": self.drafters[name]["fingerprint"]}
+                self.methods.append({"method": assisted_name(name), "drafter": name} | part)
         if not self.methods:
             raise ValueError("nothing to run: give --drafter or --baselines")
 
@@ -245,7 +261,9 @@ class TransformersRun:
             return decode_alone(self.target, prompts, *common)
         if method["kind"] == "prompt_lookup":
             return decode_prompt_lookup(self.target, prompts, *common, num_tokens=self.args.lookup_tokens)
-        drafter = self.drafters[method["method"]]["model"]
+        drafter = self.drafters[method.get("drafter", method["method"])]["model"]
+        if method["kind"] == "assisted":
+            return decode_in_transformers_loop(self.target, drafter, prompts, *common)
         return decode_with_drafter(self.target, drafter, prompts, *common, block_size=method["block_size"])
 
     def run(self, store: ResultStore, prompts: list, deadline: float) -> bool:
@@ -282,7 +300,7 @@ class TransformersRun:
                         # builds kernels and graphs of this method, which must not be charged to the first prompt
                         self.decode(method, todo, temperature, seed, args.warmup_tokens)
                         warm.add(name)
-                    decoded = self.decode(method, todo, temperature, seed, args.max_new_tokens)
+                    decoded, finished = self.decode(method, todo, temperature, seed, args.max_new_tokens), []
                     for prompt, answer in zip(todo, decoded):
                         record = self.record(method, prompt, temperature, seed, answer)
                         greedy = temperature == 0
@@ -291,11 +309,12 @@ class TransformersRun:
                             answers[request] = record["output_ids"] = answer.output_ids
                         elif greedy and self.check is not None and request in answers:
                             record["exactness"] = self.check(prompt.input_ids, answers[request], answer.output_ids)
-                        store.add(record)
+                        finished.append(record)
                         if method["kind"] == "drafter":
                             total = sums[f"{method['method']}/{method['block_size']}"]
                             total[0] += sum(answer.accepted_lengths)
                             total[1] += len(answer.accepted_lengths)
+                    store.add(*finished)
                     bar.update(len(todo))
                     bar.set_postfix({k: f"{a / max(b, 1):.2f}" for k, (a, b) in sums.items()}, refresh=False)
         return True
@@ -313,7 +332,7 @@ class TransformersRun:
         }
         if answer is not None:
             record |= {
-                "batch_size": 1 if method["kind"] == "prompt_lookup" else self.args.batch_size,
+                "batch_size": 1 if method["kind"] in ("prompt_lookup", "assisted") else self.args.batch_size,
                 "prompt_tokens": len(prompt.input_ids),
                 "new_tokens": len(answer.output_ids),
                 "seconds": answer.seconds,
@@ -421,43 +440,61 @@ def print_table(summary: dict) -> None:
         )
 
 
+def agreed(finished: bool, world: int) -> bool:
+    """Whether all processes finished; waits for them."""
+    if world == 1:
+        return finished
+    flag = torch.tensor(int(finished))
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+    return bool(flag)
+
+
+def summed_up(args, store: ResultStore, about: dict, finished: bool, seconds: float | None) -> dict:
+    """Writes and shows the summary of everything in the folder; `about` holds settings, versions and drafters."""
+    paths = ("rank", "world", "target", "drafter", "bench_dir", "prompts", "out")
+    summary = {
+        "complete": finished,
+        **about,
+        "arguments": {k: v for k, v in vars(args).items() if k not in paths},
+        "seconds": seconds,
+        **summarise_records(store.records(), args.num_resamples),
+    }
+    write_json(store.folder / "summary.json", summary)
+    print_table(summary)
+    words = "done" if finished else "stopped before the end; the same command continues"
+    print(f"{words}: {store.folder / 'summary.json'}")
+    return summary
+
+
 def main(argv: list[str] | None = None) -> dict:
     started = time.monotonic()
     args = parse_arguments(argv)
+    if args.summary_only:
+        file = Path(args.out) / "run.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"--summary-only needs a run's folder as --out, got {args.out} without run.json")
+        about = json.loads(file.read_text(encoding="utf-8"))
+        # whether anything is missing is not known without the prompts
+        return summed_up(args, ResultStore(args.out, about["settings"]), about, False, None)
     if args.world > 1:
         # only to wait for each other before the summary: a process that is done may wait long
         torch.distributed.init_process_group("gloo", timeout=timedelta(days=2))
     run = TransformersRun(args) if args.backend == "transformers" else ServerRun(args)
     prompts = read_prompts(args, run.tokenizer)
     store = ResultStore(args.out, run.settings(), args.rank)
-    if args.rank == 0 and not (store.folder / "run.json").is_file():
-        write_json(store.folder / "run.json", {"settings": run.settings(), "versions": versions(args)})
+    about = {"settings": run.settings(), "versions": versions(args), "drafters": run.described()}
+    if args.rank == 0:
+        file = store.folder / "run.json"
+        # drafters measured in an earlier run of the same folder are still part of it
+        earlier = json.loads(file.read_text(encoding="utf-8")).get("drafters", {}) if file.is_file() else {}
+        about["drafters"] = earlier | about["drafters"]
+        write_json(file, about)
     deadline = float("inf") if args.time_limit is None else started + args.time_limit
-    finished = run.run(store, prompts, deadline)
+    finished = agreed(run.run(store, prompts, deadline), args.world)
     store.close()
-    if args.world > 1:
-        torch.distributed.barrier()
     summary = {}
     if args.rank == 0:
-        public = {
-            k: v
-            for k, v in vars(args).items()
-            if k not in ("rank", "world", "target", "drafter", "bench_dir", "prompts", "out")
-        }
-        summary = {
-            "complete": finished,
-            "settings": run.settings(),
-            "arguments": public,
-            "versions": versions(args),
-            "drafters": run.described(),
-            "seconds": time.monotonic() - started,
-            **summarise_records(store.records(), args.num_resamples),
-        }
-        write_json(store.folder / "summary.json", summary)
-        print_table(summary)
-        print(
-            f"{'done' if finished else 'stopped by the time limit; the same command continues'}: {store.folder / 'summary.json'}"
-        )
+        summary = summed_up(args, store, about, finished, time.monotonic() - started)
     if args.world > 1:
         torch.distributed.destroy_process_group()
     return summary

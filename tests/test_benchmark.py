@@ -412,6 +412,50 @@ def test_benchmark_shares_prompts_out(folders, monkeypatch, tmp_path):
     assert not taken[0] & taken[1] and len(taken[0] | taken[1]) == 6 and len(taken[0]) == 3
 
 
+def test_summary_of_what_a_killed_run_left(folders, tmp_path):
+    benchmark = load_example("benchmark")
+    whole = benchmark.main(command(folders, tmp_path, "--baselines", "target"))
+    (tmp_path / "summary.json").unlink()
+    summary = benchmark.main(command(folders, tmp_path, "--summary-only"))
+    assert summary["cells"] == whole["cells"] and summary["drafters"].keys() == whole["drafters"].keys()
+    assert not summary["complete"] and (tmp_path / "summary.json").is_file()
+    with pytest.raises(FileNotFoundError, match=r"--summary-only needs a run's folder"):
+        benchmark.main(command(folders, tmp_path / "nowhere", "--summary-only"))
+
+
+def test_same_drafter_in_transformers_loop(folders, tmp_path):
+    """The baseline `assisted`: the same greedy texts, and a speed-up over it for the drafter it belongs to."""
+    from transformers.generation import candidate_generator
+
+    benchmark = load_example("benchmark")
+    arguments = command(folders, tmp_path, "--baselines", "target", "assisted")
+    if not hasattr(candidate_generator, "DFlashTokenCandidateGenerator"):
+        with pytest.raises(RuntimeError, match="5.19 or later"):
+            benchmark.main(arguments)
+        return
+    cells = {cell["method"]: cell for cell in benchmark.main(arguments)["cells"]}
+    theirs = cells["dspine in Transformers' loop"]
+    assert theirs["kind"] == "assisted" and theirs["exactness"] == cells["dspine"]["exactness"]
+    assert set(cells["dspine"]["speed_up"]) == {"target", "assisted"}
+
+
+def test_stored_answers_share_out_the_work(folders, monkeypatch, tmp_path):
+    """Prompts whose answers are known: every process gets long and short ones, and batches hold like ones."""
+    benchmark = load_example("benchmark")
+    asked = [Prompt("ab"[i % 2], i // 2, [0], answer_length=length) for i, length in enumerate([9, 1, 8, 2, 7, 3])]
+    monkeypatch.setattr(benchmark, "load_token_prompts", lambda *args: asked)
+    taken = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        args = benchmark.parse_arguments(command(folders, tmp_path, "--prompts", "file"))
+        taken.append(benchmark.read_prompts(args, None))
+    lengths = [sorted(prompt.answer_length for prompt in part) for part in taken]
+    assert lengths == [[1, 3, 8], [2, 7, 9]]
+    batches = benchmark.batches(asked, 3, mix_sets=True)
+    assert [[prompt.answer_length for prompt in batch] for batch in batches] == [[1, 2, 3], [7, 8, 9]]
+
+
 @pytest.mark.slow
 def test_benchmark_under_torchrun(folders, tmp_path):
     import subprocess
@@ -577,6 +621,23 @@ def test_conclusion_follows_the_numbers():
             cell["exactness"] = {"compared": 5, "equal": 3, "faults": 2, "largest_gap": 3.0}
     words = " ".join(report.conclusion(report.Run("x", summary)))
     assert "No drafter pays" in words and "slower than" in words and "**Careful:** 8 of 20" in words
+
+
+@needs_matplotlib
+def test_times_of_a_crowded_run_are_left_out():
+    """Lengths from the run whose processes shared devices, speed from the one that had the device for itself."""
+    crowded, alone = made_up_summary(), made_up_summary()
+    crowded["versions"] |= {"processes": 8, "devices": 2}
+    for cell in crowded["cells"]:
+        cell["speed_up"] = {"target": 0.1}
+    blocks = report.build([report.Run("lengths", crowded), report.Run("speed", alone)])
+    words = " ".join(block.text for block in blocks if block.kind == "lead")
+    assert "Use dspine" in words and "times as fast as the target alone" in words and "No drafter pays" not in words
+    titles = [block.text for block in blocks if block.kind == "h2" and block.text.startswith("Speed")]
+    assert titles == ["Speed on a test (speed)"]
+    assert any("Several processes shared each device" in block.text for block in blocks)
+    words = " ".join(report.conclusion(report.Run("lengths", crowded)))
+    assert "Use dspine" in words and "as fast as" not in words
 
 
 def test_report_says_what_is_missing(tmp_path, capsys):

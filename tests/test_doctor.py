@@ -8,7 +8,7 @@ from tiny_checkpoints import CHAT_TEMPLATE, THINKING_TEMPLATE, save_pair, tiny_t
 from tiny_models import tiny_target
 from transformers import Qwen3Config
 
-from dspine.integrations import doctor
+from dspine.integrations import doctor, doctor_routes
 from dspine.integrations.evaluation.prompts import Prompt
 from dspine.integrations.evaluation.serving import Served
 
@@ -237,7 +237,7 @@ def test_decoding_that_sees_other_states_than_training(healthy, monkeypatch):
     """Taps of another layer in decoding only: the walk is right, and neither kernels nor attention are to blame."""
     target, tokenizer, folder = healthy
     prompt = PROMPTS[0]
-    monkeypatch.setattr(doctor, "walked_rounds", lambda *args: [9, 9])
+    monkeypatch.setattr(doctor_routes, "walked_rounds", lambda *args: [9, 9])
     found = examine(target, tokenizer, folder, prompts=[prompt])
     assert found.levels()["routes"] == "failure"
     assert "part in round 1 of prompt 1 (9 tokens in the walk" in messages(found, "routes")
@@ -246,7 +246,7 @@ def test_decoding_that_sees_other_states_than_training(healthy, monkeypatch):
 
 def test_text_that_is_not_the_targets(healthy, monkeypatch):
     target, tokenizer, folder = healthy
-    honest = doctor.decode_with_drafter
+    honest = doctor_routes.decode_with_drafter
 
     def wrong(*args, **kwargs):
         answers = honest(*args, **kwargs)
@@ -254,7 +254,7 @@ def test_text_that_is_not_the_targets(healthy, monkeypatch):
             answer.output_ids[3] = (answer.output_ids[3] + 1) % 97
         return answers
 
-    monkeypatch.setattr(doctor, "decode_with_drafter", wrong)
+    monkeypatch.setattr(doctor_routes, "decode_with_drafter", wrong)
     found = examine(target, tokenizer, folder)
     assert found.levels()["text"] == "failure" and "at token 4" in messages(found, "text")
 
@@ -302,7 +302,7 @@ def test_server_that_accepts_nothing(healthy):
 
     config = DSpineConfig.from_pretrained(healthy[2])
     server = StubServer(healthy[0], lambda count: count - 1)
-    doctor.compare_server(found, server, config, healthy[0], PROMPTS, [[1]] * 3, 8)
+    doctor_routes.compare_server(found, server, config, healthy[0], PROMPTS, [[1]] * 3, 8)
     assert "accepts almost no drafts" in messages(found, "server")
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import statistics
+import sys
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ dflash = pytest.importorskip("dflash.model", reason="needs the dflash package (e
 
 
 def load_peer(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / "peers" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    folder = str(ROOT / "examples" / "peers")
+    if folder not in sys.path:
+        sys.path.append(folder)  # the scripts of the folder import each other
+    return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +114,18 @@ def test_package_never_imports_peers():
                 ), path
 
 
-# ---- drafters of `speculators` --------------------------------------------------------------------------------------------------
+# ---- drafters of `speculators` and `specforge` ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["dflash2", "dspark"])
+NEEDS = {"dflash": "speculators", "dflash2": "speculators", "dspark": "speculators", "domino": "specforge"}
+
+
+@pytest.fixture(scope="module", params=list(NEEDS))
 def their_drafter(request, tmp_path_factory):
     """A peer trained for some steps on a tiny target's answers, by its own code, and the same weights as a drafter here."""
-    pytest.importorskip("speculators", reason="needs speculators 0.9.0, which is no dependency")
+    kind, package = request.param, NEEDS[request.param]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}, which is no dependency")
     from argparse import Namespace
 
     from test_training_trainer import answers
@@ -127,65 +133,144 @@ def their_drafter(request, tmp_path_factory):
     from dspine.integrations.training import PackedDataset, TargetRunner, from_records
     from dspine.modeling_dspine import DSpineConfig
 
-    peers = load_peer("speculators_peers")
+    drafters, training, peers = (load_peer(n) for n in ("peer_drafters", "peer_training", f"{package}_peers"))
     target = tiny_target(initializer_range=0.2)
     records = answers(target, count=8)
     config = DSpineConfig.from_target(
         target.config, mask_token_id=96, block_size=6, num_hidden_layers=2, injection=False, refinement=False
     )
+    folder = tmp_path_factory.mktemp(kind)
+    options = {
+        "kind": kind,
+        "rank": 8,
+        "gru_hidden": 12,
+        "uncorrected_slots": 1,
+        "loss_fn": "kl_div",
+        "learning_rate": 1e-2,
+        "max_steps": 60,
+        "decay_gamma": 4.0,
+        "max_anchors": 40,
+        "seed": 0,
+        "bf16": False,
+        "compile": False,
+        "device": "cpu",
+        "logging_steps": 1,
+        "save_steps": 50,
+        "time_limit": None,
+        "resume": False,
+        "out": str(folder),
+    }
+    options = Namespace(**options)
     torch.manual_seed(0)
-    model = peers.build(request.param, config, target, rank=8).train()
-    runner = TargetRunner(target, [*config.target_layer_ids, config.num_target_layers - 1])
+    peer = peers.make_peer(options, config, target)
+    layers = [*config.target_layer_ids, *([config.num_target_layers - 1] if peer.needs_last_layer else [])]
+    runner = TargetRunner(target, layers)
     data = PackedDataset(from_records(records), 256, 40)
-    options = Namespace(
-        learning_rate=1e-2, max_steps=60, loss_fn="kl_div", decay_gamma=4.0, max_anchors=40, seed=0, bf16=False
-    )
-    log = peers.train(model, runner, data, Namespace(**vars(options), logging_steps=1, time_limit=None))
-    folder = tmp_path_factory.mktemp(request.param)
-    peers.save_peer(folder, request.param, 8, config, model.state_dict(), torch.float32)
-    drafter = peers.load_peer(folder, torch.float32)
-    target.set_attn_implementation("sdpa")
+
+    def save():
+        drafters.save_peer(folder, config, peer.about, peer.state(), torch.float32)
+
+    log = training.train(peer, runner, data, options, save)
+    drafter = drafters.load_peer(folder, torch.float32)
     drafter.bind_target(target)
-    return peers, model.eval(), drafter, target, data, records, log, runner
+    return Namespace(**locals())
 
 
 def test_their_loss_falls(their_drafter):
-    log = their_drafter[6]
-    assert log[-1]["loss"] < 0.6 * log[0]["loss"]
+    log = their_drafter.log
+    assert log[-1]["loss"] < 0.6 * log[0]["loss"] and log[-1]["accepted_length_base"] > 1.2
+
+
+def test_training_resumes_and_keeps_its_time(their_drafter):
+    """A checkpoint continues with the next step; a time limit that is over ends after one step, with the learning rate at its end."""
+    from argparse import Namespace
+
+    t = their_drafter
+    options = Namespace(**vars(t.options) | {"max_steps": 90, "resume": True, "time_limit": 1e-6})
+    state = {name: value.clone() for name, value in t.peer.state().items()}
+    log = t.training.train(t.peer, t.runner, t.data, options)
+    assert [entry["step"] for entry in log] == [*range(1, 61), 61]
+    assert log[-1]["learning_rate"] < 1e-6
+    # at a learning rate of (almost) 0 nothing has moved
+    assert all(torch.allclose(value, state[name], atol=1e-6) for name, value in t.peer.state().items())
 
 
 def test_backbone_is_the_one_they_trained(their_drafter, monkeypatch):
     """Hidden states of the decoding model on the blocks of a training row equal theirs."""
-    from speculators.models.dflash import core
-
     from dspine.integrations.training.masks import PACKED_ATTENTION, slot_masks
     from dspine.integrations.training.objective import draft_packed
 
-    peers, model, drafter, target, data, _, _, runner = their_drafter
-    row = {name: torch.from_numpy(value) for name, value in data.row(0).items()}
+    t = their_drafter
+    row = t.data[(0, 0)]
     anchors = torch.nonzero(row["loss_mask"])[:, 0][[0, 3, 9, 25]]
-    monkeypatch.setattr(core, "select_anchors", lambda *args: (anchors, torch.ones(4, dtype=torch.bool)))
-    batch = peers.captured(runner, row, len(drafter.config.target_layer_ids))
+    row["anchors"], row["anchor_mask"] = anchors, torch.ones(4, dtype=torch.bool)
+    states, taps = t.runner(row), len(t.config.target_layer_ids)
+    context = states[..., : taps * t.config.hidden_size].float()
     with torch.no_grad():
-        theirs = model._backbone_forward(**batch, max_anchors=4)[0].view(4, 6, -1)
-        before = drafter.config._attn_implementation
-        drafter.set_attn_implementation(PACKED_ATTENTION)
-        masks = slot_masks(drafter.config, anchors, row["document_starts"])
-        ours = draft_packed(
-            drafter, batch["hidden_states"], row["position_ids"], anchors, row["input_ids"][anchors], masks
-        ).last_hidden_state
-        drafter.set_attn_implementation(before)
+        if t.package == "speculators":
+            from speculators.models.dflash import core
+
+            monkeypatch.setattr(core, "select_anchors", lambda *args: (anchors, row["anchor_mask"]))
+            theirs = t.peer.module._backbone_forward(**t.peers.as_batch(row, states, taps), max_anchors=4)[0]
+        else:
+            t.peer.module.row = row
+            theirs = t.peer.module._forward_draft_blocks(row["input_ids"][None], context, None)[2]
+        before = t.drafter.config._attn_implementation
+        t.drafter.set_attn_implementation(PACKED_ATTENTION)
+        masks = slot_masks(t.drafter.config, anchors, row["document_starts"])
+        tokens = row["input_ids"][anchors]
+        ours = draft_packed(t.drafter, context, row["position_ids"], anchors, tokens, masks).last_hidden_state
+        t.drafter.set_attn_implementation(before)
+    theirs = theirs.view(4, 6, -1)
     assert torch.allclose(ours, theirs, atol=1e-5), float((ours - theirs).abs().max())
+
+
+def test_head_scores_as_in_training(their_drafter):
+    """Slot by slot, given the data's own tokens to the left, the decoding head gives the scores that their loss saw."""
+    t = their_drafter
+    if t.kind == "dflash":
+        pytest.skip("DFlash has no head")
+    torch.manual_seed(1)
+    hidden = torch.randn(3, 6, t.config.hidden_size)
+    tokens = torch.randint(0, 90, (3, 6))
+    module, slots = t.peer.module.eval(), range(1, 6)
+    with torch.no_grad():
+        logits = t.drafter.compute_logits(hidden)
+        state, ours = None, []
+        for slot in slots:
+            here = slice(slot, slot + 1)
+            ids, scores, state = t.drafter.score(
+                slot - 1, hidden[:, here], logits[:, here], tokens[:, slot - 1], state
+            )
+            ours.append((ids, scores))
+        before = torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)
+        if t.kind == "dflash2":
+            ids = logits.topk(t.config.num_candidates, dim=-1).indices
+            theirs = module.candidate_selector.score_candidates(logits, hidden, before, ids)
+        elif t.kind == "dspark":
+            theirs = logits + module.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
+        else:
+            theirs = module._apply_domino_head(logits[None], hidden[None], tokens[None], tokens[None])[0]
+    for slot, (_, scores) in zip(slots, ours):
+        assert torch.allclose(scores[:, 0], theirs[:, slot], atol=1e-5), slot
+    module.train()
 
 
 def test_their_drafts_are_verified_like_ours(their_drafter):
     from dspine.integrations.evaluation.decoding import decode_alone, decode_with_drafter
 
-    _, _, drafter, target, _, records, _, _ = their_drafter
-    asked = [Prompt("set", i, r["input_ids"][: r["prompt_length"]].tolist()) for i, r in enumerate(records[:4])]
-    alone = [decode_alone(target, [prompt], 24)[0] for prompt in asked]
-    drafted = [decode_with_drafter(target, drafter, [prompt], 24)[0] for prompt in asked]
+    t = their_drafter
+    t.target.set_attn_implementation("sdpa")
+    asked = [Prompt("set", i, r["input_ids"][: r["prompt_length"]].tolist()) for i, r in enumerate(t.records[:4])]
+    alone = [decode_alone(t.target, [prompt], 24)[0] for prompt in asked]
+    drafted = [decode_with_drafter(t.target, t.drafter, [prompt], 24)[0] for prompt in asked]
     assert [a.output_ids for a in alone] == [d.output_ids for d in drafted]
     assert max(length for d in drafted for length in d.accepted_lengths) > 2, "the head must be accepted now and then"
-    sampled = decode_with_drafter(target, drafter, asked, 24, temperature=1.0, block_size=4)
+    sampled = decode_with_drafter(t.target, t.drafter, asked, 24, temperature=1.0, block_size=4)
     assert all(len(d.output_ids) == 24 and max(d.accepted_lengths) <= 4 for d in sampled)
+
+
+def test_unknown_peers_are_named(tmp_path):
+    drafters = load_peer("peer_drafters")
+    with pytest.raises(ValueError, match="kind of a peer must be one of .*'domino'.*, got 'other'"):
+        drafters.make_drafter(None, {"kind": "other"})

@@ -22,8 +22,9 @@ import time
 from pathlib import Path
 
 import torch
+from peer_drafters import BACKBONE_FIELDS, load_target
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dspine.integrations.evaluation import BENCHMARKS, load_prompts, load_token_prompts
 from dspine.integrations.evaluation.decoding import decode_with_drafter, end_token_ids
@@ -31,24 +32,7 @@ from dspine.modeling_dspine import DSpineConfig, DSpineModel
 
 
 DFLASH_FIELDS = ("mask_token_id", "target_layer_ids", "input_embedding_scale", "output_multiplier", "is_causal")
-QWEN_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "attention_bias",
-    "max_position_embeddings",
-    "rope_parameters",
-    "layer_types",
-    "sliding_window",
-    "block_size",
-    "num_target_layers",
-)
+QWEN_FIELDS = (*BACKBONE_FIELDS, "layer_types", "sliding_window", "block_size", "num_target_layers")
 
 
 def export_dflash(drafter: DSpineModel, folder: str | Path) -> Path:
@@ -174,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError:
         parser.error("the dflash package is needed: pip install dflash==0.1.0")
     dtype = getattr(torch, args.dtype)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
+    target = load_target(args.target, dtype, args.device)
     if args.prompts is not None:
         prompts = load_token_prompts(args.prompts, None, args.num_prompts)
     else:

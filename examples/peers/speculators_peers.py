@@ -1,50 +1,90 @@
-"""DFlash 2 and DSpark of `speculators` 0.9.0, trained on this project's rows and decoded by this project's loop.
+"""DFlash, DFlash 2 and DSpark of `speculators` 0.9.0, trained on this project's rows and decoded by this project's loop.
 
-    pip install speculators==0.9.0
+    pip install speculators==0.9.0        # `--no-deps` beside pydantic will do
     python examples/peers/speculators_peers.py dflash2 --target PATH --data train.parquet --max-steps 9000 --mask-token-id 16 --out out/dflash2
     python examples/benchmark.py ... --drafter dflash2=out/dflash2      # a peer's folder is known by its peer.json
 
-Model code and losses are theirs; this file feeds them and decodes with their heads.
-
-Equal for all drafters: target, tapped layers, sequences, tokens per step, anchors per step, steps, backbone (layers, width, heads, RoPE,
-block size), slot layout (slot 0 is the anchor, slot k predicts token k: `sample_from_anchor=False`, which DSpark supports beside its
-own default), optimizer (AdamW, fp32 master weights, bf16 autocast), learning rate, schedule, clipping, the weight of slots
-(`exp(-(k - 1) / gamma)`), the rank of the head as far as it has one (`--rank`), candidates per slot, and the verification.
-Left as the authors have it: the loss (KL to the target's distribution; DSpark also its confidence term), how anchors are drawn (anew
-for every row, none in a row's last block), initialisation, convolutions and heads. DSpine trains on the tokens of the data instead.
-When sampling, q is over the best `num_candidates` tokens of the head's scores for every drafter, so that all are verified alike.
+Model code and losses are theirs; this file feeds them and decodes with their heads. What is equal for all drafters is listed in
+`peer_training.py`. Slots are laid out as in DFlash (`sample_from_anchor=False`, which DSpark supports beside its own default).
+Left as the authors have it: the loss (KL to the target's distribution; DSpark also its confidence term, DFlash 2 its selector's), how
+anchors are drawn (anew for every row, none in a row's last block), initialisation, convolutions and heads. DSpine and the DFlash
+baseline of `examples/train.py` train on the tokens of the data instead; DFlash by this script tells what that is worth.
 """
 
 import argparse
-import json
-import math
+import importlib
+import importlib.abc
+import importlib.machinery
 import sys
-import time
-from pathlib import Path
+import types
+from contextlib import contextmanager
 
 import torch
-from safetensors.torch import load_file, save_file
+from peer_drafters import PeerDrafter, backbone_fields
+from peer_training import Peer, add_arguments, run
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import Qwen3Config
 
-from dspine.integrations.evaluation.results import write_json
-from dspine.integrations.training import PackedDataset, TargetRunner, load_sequences
 from dspine.integrations.training.masks import PACKED_ATTENTION
-from dspine.modeling_dspine import DSpineConfig, DSpineModel, DSpineProposal
+from dspine.modeling_dspine import DSpineConfig, DSpineModel
 from dspine.modeling_dspine.modeling_dspine import DSpineDecoderLayer
 
 
-KINDS = ("dflash2", "dspark")
-HEADS = {"dflash2": "candidate_selector", "dspark": "markov_head"}
+KINDS = ("dflash", "dflash2", "dspark")
 # weights of the peer that only its training uses, or that belong to the target
 TRAINING_ONLY = ("confidence_head.", "embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "t2d", "d2t")
+# what their package imports at the top for reading data and talking to servers, which nothing here does
+UNUSED = ("openai", "hs_connectors", "loguru")
+# the same, but used by others: only where they are not installed
+UNUSED_IF_ABSENT = ("datasets", "httpx", "aiohttp", "pydantic_settings", "typer", "click")
+
+
+class _Absent(types.ModuleType):
+    """In place of a module that is not installed: any name can be imported from it, nothing of it works."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__module__": self.__name__})
+
+
+class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names: tuple[str, ...]):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.split(".")[0] in self.names else None
+
+    def create_module(self, spec):
+        return _Absent(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+@contextmanager
+def _without_unused():
+    """Lets their package be imported where it was installed without its dependencies; leaves no placeholder behind."""
+    first, last = _AbsentFinder(UNUSED), _AbsentFinder(UNUSED_IF_ABSENT)
+    sys.meta_path.insert(0, first)
+    sys.meta_path.append(last)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(first)
+        sys.meta_path.remove(last)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _Absent)]:
+            del sys.modules[name]
 
 
 def _speculators():
     try:
-        import speculators
-        import speculators.models.dflash2.model_definitions
-        import speculators.models.dspark.model_definitions
+        with _without_unused():
+            import speculators
+            import speculators.models.dflash2.model_definitions
+            import speculators.models.dspark.model_definitions
     except ImportError as error:
         raise ImportError(f"peers need speculators 0.9.0: pip install speculators==0.9.0 ({error})") from None
     return speculators
@@ -59,29 +99,10 @@ def build(kind: str, config: DSpineConfig, target: nn.Module, rank: int):
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     layer = Qwen3Config(
-        **{
-            name: getattr(config, name)
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "head_dim",
-                "hidden_act",
-                "rms_norm_eps",
-                "attention_bias",
-                "max_position_embeddings",
-                "rope_parameters",
-                "initializer_range",
-            )
-        },
-        tie_word_embeddings=False,
+        **backbone_fields(config), initializer_range=config.initializer_range, tie_word_embeddings=False
     )
-    on_gpu = target.device.type == "cuda"
     # the first name makes their code build tiled masks; the attention below takes both kinds and shares heads in any number
-    layer._attn_implementation = "simple_flex_attention" if on_gpu else "sdpa"
+    layer._attn_implementation = "simple_flex_attention" if target.device.type == "cuda" else "sdpa"
     fields = {
         "transformer_layer_config": layer,
         "draft_vocab_size": config.vocab_size,
@@ -97,14 +118,15 @@ def build(kind: str, config: DSpineConfig, target: nn.Module, rank: int):
             verifier=speculators.VerifierConfig(name_or_path=None, architectures=[type(target).__name__]),
         ),
     }
-    if kind == "dflash2":
+    if kind == "dflash":
+        model = speculators.DFlashDraftModel(speculators.DFlashSpeculatorConfig(**fields))
+    elif kind == "dflash2":
         fields |= {"selector_rank": rank, "selector_top_k": config.num_candidates}
         model = speculators.DFlash2DraftModel(speculators.DFlash2SpeculatorConfig(**fields))
     elif kind == "dspark":
         model = speculators.DSparkDraftModel(speculators.DSparkSpeculatorConfig(**fields, markov_rank=rank))
     else:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
-    layer._attn_implementation = PACKED_ATTENTION
     for module in model.modules():
         if getattr(module, "config", None) is not None and hasattr(module.config, "num_attention_heads"):
             module.config._attn_implementation = PACKED_ATTENTION
@@ -116,70 +138,56 @@ def build(kind: str, config: DSpineConfig, target: nn.Module, rank: int):
     return model.to(target.device)
 
 
-def captured(runner: TargetRunner, row: dict[str, torch.Tensor], taps: int) -> dict[str, torch.Tensor]:
-    """What their forward pass takes, from one packed row: `runner` taps the drafter's layers and the target's last one."""
-    states = runner(row)
+def as_batch(row: dict[str, torch.Tensor], states: torch.Tensor, taps: int) -> dict[str, torch.Tensor]:
+    """What their forward pass takes, from one packed row and the outputs of the tapped layers and the target's last one."""
     width = states.shape[-1] // (taps + 1)
     starts = row["document_starts"]
-    # documents are numbered by where they begin; the padding is nobody's
-    documents = torch.unique_consecutive(starts, return_inverse=True)[1]
-    responses = torch.zeros(int(documents.max()) + 1, dtype=torch.long, device=starts.device)
-    responses.index_add_(0, documents, row["loss_mask"].long())
+    # a document is called by where it begins; padding is nobody's, and neither is a document without response
+    responses = torch.zeros(len(starts) + 1, dtype=torch.long, device=starts.device)
+    responses.index_add_(0, starts, row["loss_mask"].long())
     return {
         "hidden_states": states[..., : taps * width].float(),
         "verifier_last_hidden_states": states[..., taps * width :].float(),
         "input_ids": row["input_ids"][None],
         "loss_mask": row["loss_mask"][None].long(),
-        "document_ids": torch.where(responses[documents] > 0, documents, -1)[None],
+        "document_ids": torch.where(responses[starts] > 0, starts, -1)[None],
         "position_ids": row["position_ids"][None],
     }
 
 
-def train(model, runner, dataset, options: argparse.Namespace) -> list[dict]:
-    """AdamW with cosine and warm-up, one packed row a step; returns the log."""
-    device, taps = model.fc.weight.device, len(model.config.aux_hidden_state_layer_ids)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
-    )
-    warmup = max(1, round(0.04 * options.max_steps))
+class SpeculatorsPeer(Peer):
+    """One of their models under training. They compile the whole forward pass on a GPU; where that fails it runs eagerly."""
 
-    def scale(step):
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(options.max_steps - warmup, 1)))
+    needs_last_layer = True
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
-    call, _ = type(model).get_trainer_kwargs(
-        loss_fn=options.loss_fn,
-        loss_implementation="fused" if device.type == "cuda" else "eager",
-        dflash_decay_gamma=options.decay_gamma,
-        max_anchors=options.max_anchors,
-    )
-    order, log, started = torch.Generator().manual_seed(options.seed), [], time.monotonic()
-    rows: list[int] = []
-    for step in range(1, options.max_steps + 1):
-        if not rows:
-            rows = torch.randperm(len(dataset), generator=order).tolist()
-        row = {name: torch.from_numpy(value).to(device) for name, value in dataset.row(rows.pop()).items()}
-        batch = captured(runner, row, taps)
-        with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-            _, loss, metrics = model(**batch, **call)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % options.logging_steps == 0 or step == options.max_steps:
-            entry = {"step": step, "loss": float(loss.detach()), "learning_rate": schedule.get_last_lr()[0]}
-            log.append(entry)
-            print(
-                f"step {step}/{options.max_steps}: loss {entry['loss']:.4f}, {time.monotonic() - started:.0f} s",
-                flush=True,
-            )
-        if options.time_limit is not None and time.monotonic() - started > options.time_limit:
-            break
-    return log
+    def __init__(self, kind: str, model: nn.Module, options: argparse.Namespace):
+        about = {"kind": kind, "rank": options.rank, "package": "speculators 0.9.0"}
+        super().__init__(model, about, ("compiled", "eager", "eager, plain masks"))
+        self.taps = len(model.config.aux_hidden_state_layer_ids)
+        self.call, _ = type(model).get_trainer_kwargs(
+            loss_fn=options.loss_fn,
+            loss_implementation="fused" if options.device.startswith("cuda") else "eager",
+            dflash_decay_gamma=options.decay_gamma,
+            max_anchors=options.max_anchors,
+        )
+        self.forward = model
+
+    def use(self, attempt: str) -> None:
+        forward = type(self.module).forward
+        eager = getattr(forward, "_torchdynamo_orig_callable", forward)
+        self.forward = self.module if attempt == "compiled" else eager.__get__(self.module)
+        if attempt == "eager, plain masks" and self.module.fc.weight.device.type == "cuda":
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            self.module._create_mask_fn = create_block_mask
+
+    def loss(self, row, states, progress):
+        _, loss, metrics = self.forward(**as_batch(row, states, self.taps), **self.call)
+        # their estimate of the accepted length on the blocks of the step, the target's own token included
+        return loss, {"accepted_length_base": metrics["eal_sum"] / metrics["eal_total"].clamp_min(1)}
+
+    def state(self):
+        return {n: v for n, v in self.module.state_dict().items() if not n.startswith(TRAINING_ONLY)}
 
 
 # ---- decoding with their heads --------------------------------------------------------------------------------------------------
@@ -206,158 +214,65 @@ class ConvolvedLayer(DSpineDecoderLayer):
         return hidden_states + self.mlp_conv.finish(self.mlp(inner), kernel)
 
 
-class PeerDrafter(DSpineModel):
-    """A drafter for `spec_generate` that chooses tokens by a peer's head, left to right, each given the one chosen before.
+class DFlash2Drafter(PeerDrafter):
+    """Convolutions in the backbone; the head scores the best base tokens by predecessor and hidden state."""
 
-    Args:
-        config: of the backbone, with injection and refinement off.
-        kind: `"dflash2"` or `"dspark"`.
-        rank: of the head.
-    """
-
-    def __init__(self, config: DSpineConfig, kind: str, rank: int):
+    def __init__(self, config: DSpineConfig, rank: int):
         super().__init__(config)
-        definitions = _speculators().models
-        self.kind = kind
-        if kind == "dflash2":
-            self.layers = nn.ModuleList([ConvolvedLayer(config, i) for i in range(config.num_hidden_layers)])
-            self.candidate_selector = definitions.dflash2.model_definitions.CandidateSelector(
-                vocab_size=config.vocab_size, hidden_size=config.hidden_size, rank=rank, top_k=config.num_candidates
-            )
-        else:
-            self.markov_head = definitions.dspark.model_definitions.MarkovHead(
-                verifier_vocab_size=config.vocab_size,
-                draft_vocab_size=config.vocab_size,
-                markov_rank=rank,
-                hidden_size=config.hidden_size,
-            )
+        definitions = _speculators().models.dflash2.model_definitions
+        self.layers = nn.ModuleList([ConvolvedLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.candidate_selector = definitions.CandidateSelector(
+            vocab_size=config.vocab_size, hidden_size=config.hidden_size, rank=rank, top_k=config.num_candidates
+        )
 
     def forward(self, noise_embeds, context_hidden_states, *args, block_size=None, **kwargs):
-        for layer in self.layers if self.kind == "dflash2" else ():
+        for layer in self.layers:
             # blocks may be shorter than in training
             layer.attention_conv.block_size = layer.mlp_conv.block_size = block_size or noise_embeds.shape[1]
         return super().forward(noise_embeds, context_hidden_states, *args, block_size=block_size, **kwargs)
 
-    @torch.no_grad()
-    def propose(self, outputs, anchor_ids, temperature=None, uniforms=None) -> DSpineProposal:
-        hidden = outputs.last_hidden_state[:, 1:]
-        logits = self.compute_logits(hidden)
+    def score(self, slot, hidden_states, logits, left, state):
         count = self.config.num_candidates
-        chosen, candidates, probs, left = [], [], [], anchor_ids
-        for slot in range(hidden.shape[1]):
-            here, scores = hidden[:, slot : slot + 1], logits[:, slot : slot + 1]
-            if self.kind == "dflash2":
-                ids, scores = self.candidate_selector.select(scores, here, left[:, None], count)
-            else:
-                scores = scores + self.markov_head.block_bias(prev_token_ids=left[:, None], hidden_states=here)
-                scores, ids = scores.topk(count, dim=-1)
-            ids, scores = ids[:, 0], scores[:, 0].float()
-            q = nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()
-            if temperature is not None:
-                sampled = torch.softmax(scores / temperature[:, None].clamp_min(1e-6), -1)
-                q = torch.where(temperature[:, None] > 0, sampled, q)
-            if uniforms is None:
-                pick = q.argmax(-1)
-            else:
-                pick = (q.double().cumsum(-1) <= uniforms[:, slot, None]).sum(-1).clamp_max(q.shape[-1] - 1)
-            left = ids.gather(-1, pick[:, None])[:, 0]
-            for parts, value in ((chosen, left), (candidates, ids), (probs, q)):
-                parts.append(value)
-        return DSpineProposal(torch.stack(chosen, 1), torch.stack(candidates, 1), torch.stack(probs, 1))
+        return *self.candidate_selector.select(logits, hidden_states, left[:, None], count), None
 
 
-def load_weights(drafter: PeerDrafter, state: dict[str, torch.Tensor]) -> PeerDrafter:
-    """Puts a trained peer's weights into the decoding model; every one of them must have its place."""
-    state = {name: value for name, value in state.items() if not name.startswith(TRAINING_ONLY)}
-    own = drafter.state_dict()
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or unknown:
-        raise ValueError(f"the peer's weights do not fit: missing {missing[:5]}, unknown {unknown[:5]}")
-    drafter.load_state_dict(state)
-    return drafter
+class DSparkDrafter(PeerDrafter):
+    """The head adds a low-rank bias of the predecessor to all base logits."""
+
+    def __init__(self, config: DSpineConfig, rank: int):
+        super().__init__(config)
+        self.markov_head = _speculators().models.dspark.model_definitions.MarkovHead(
+            verifier_vocab_size=config.vocab_size,
+            draft_vocab_size=config.vocab_size,
+            markov_rank=rank,
+            hidden_size=config.hidden_size,
+        )
+
+    def score(self, slot, hidden_states, logits, left, state):
+        return (
+            None,
+            logits + self.markov_head.block_bias(prev_token_ids=left[:, None], hidden_states=hidden_states),
+            None,
+        )
 
 
-def save_peer(
-    folder: str | Path, kind: str, rank: int, config: DSpineConfig, state: dict[str, torch.Tensor], dtype
-) -> None:
-    """Writes `config.json`, `peer.json` and the weights that decoding uses."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    state = {n: v.to(dtype).contiguous().cpu() for n, v in state.items() if not n.startswith(TRAINING_ONLY)}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "peer.json", {"kind": kind, "rank": rank, "package": "speculators 0.9.0"})
+def make_drafter(config: DSpineConfig, peer: dict) -> DSpineModel:
+    """See `peer_drafters.make_drafter`."""
+    return {"dflash2": DFlash2Drafter, "dspark": DSparkDrafter}[peer["kind"]](config, peer["rank"])
 
 
-def load_peer(folder: str | Path, dtype: torch.dtype) -> PeerDrafter:
-    """A folder written by [`save_peer`] as a drafter."""
-    folder = Path(folder)
-    peer = json.loads((folder / "peer.json").read_text())
-    drafter = PeerDrafter(DSpineConfig.from_pretrained(folder), peer["kind"], peer["rank"])
-    return load_weights(drafter, load_file(folder / "model.safetensors")).to(dtype).eval()
+def make_peer(options: argparse.Namespace, config: DSpineConfig, target: nn.Module) -> SpeculatorsPeer:
+    return SpeculatorsPeer(options.kind, build(options.kind, config, target, options.rank), options)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--data", nargs="+", required=True, help="parquet files as for examples/train.py")
-    parser.add_argument("--mask-token-id", type=int, required=True)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--num-layers", type=int, default=5)
-    parser.add_argument("--rank", type=int, default=128)
-    parser.add_argument("--tokens-per-batch", type=int, default=20480)
-    parser.add_argument("--max-anchors", type=int, default=1536)
-    parser.add_argument("--max-steps", type=int, default=9000)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--decay-gamma", type=float, default=7.0)
+    add_arguments(parser)
     parser.add_argument(
         "--loss-fn", default="kl_div", help='as in speculators, e.g. ce, kl_div or {"ce": 0.1, "tv": 0.9}'
     )
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--logging-steps", type=int, default=50)
-    parser.add_argument("--time-limit", type=float, help="seconds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", required=True)
-    options = parser.parse_args(argv)
-    torch.manual_seed(options.seed)
-    started = time.monotonic()
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).to(options.device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
-    config = DSpineConfig.from_target(
-        target.config,
-        mask_token_id=options.mask_token_id,
-        tokenizer=tokenizer,
-        block_size=options.block_size,
-        num_hidden_layers=options.num_layers,
-        injection=False,
-        refinement=False,
-        target_name_or_path=Path(options.target).name,
-    )
-    dataset = PackedDataset(
-        load_sequences(options.data, tokenizer),
-        options.tokens_per_batch,
-        options.max_anchors,
-        seed=options.seed,
-        mask_token_id=options.mask_token_id,
-    )
-    model = build(options.kind, config, target, options.rank).train()
-    runner = TargetRunner(target, [*config.target_layer_ids, config.num_target_layers - 1])
-    log = train(model, runner, dataset, options)
-    save_peer(options.out, options.kind, options.rank, config, model.state_dict(), torch.bfloat16)
-    report = {
-        "name": options.kind,
-        "steps": log[-1]["step"] if log else 0,
-        "seconds": time.monotonic() - started,
-        "drafter_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "arguments": {"training": {k: v for k, v in vars(options).items() if k not in ("target", "data", "out")}},
-        "drafter": config.to_diff_dict(),
-        "evaluation": {},
-        "log": log,
-    }
-    write_json(Path(options.out) / "metrics.json", report)
-    return 0
+    return run(parser.parse_args(argv), make_peer)
 
 
 if __name__ == "__main__":

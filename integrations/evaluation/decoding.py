@@ -1,4 +1,5 @@
-"""Decoding the same prompts in different ways, timed alike: with a drafter, by the target alone, and by Transformers' prompt lookup.
+"""Decoding the same prompts in different ways, timed alike: with a drafter, by the target alone, and by Transformers' own assisted
+generation (prompt lookup, or its DFlash loop with the same drafter).
 
 Every way returns one [`Decoded`] per prompt. Time runs from handing over the ids to the last token, prefill included, with the
 device waited for on both sides; prompts of a batch share its time equally.
@@ -167,6 +168,34 @@ def decode_prompt_lookup(
 
     Its first round contains the prefill, so its accepted length counts that pass too.
     """
+    return _decode_assisted(target, prompts, max_new_tokens, temperature, seed, prompt_lookup_num_tokens=num_tokens)
+
+
+def decode_in_transformers_loop(
+    target, drafter, prompts, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> list[Decoded]:
+    """Transformers' assisted generation with the drafter in its DFlash loop (`speculation_type="dflash"`, from 5.19), one prompt at a
+    time; rounds as for prompt lookup.
+
+    Raises:
+        RuntimeError: this release of Transformers has no such loop.
+    """
+    import transformers
+    from transformers.generation import candidate_generator
+
+    if not hasattr(candidate_generator, "DFlashTokenCandidateGenerator"):
+        raise RuntimeError(
+            f"Transformers' DFlash loop must be there for the baseline 'assisted' (5.19 or later), got {transformers.__version__}"
+        )
+    drafter.bind_target(target)
+    assistance = {"assistant_model": drafter, "speculation_type": "dflash"}
+    return _decode_assisted(target, prompts, max_new_tokens, temperature, seed, **assistance)
+
+
+def _decode_assisted(
+    target, prompts, max_new_tokens: int, temperature: float, seed: int, **assistance
+) -> list[Decoded]:
+    """`target.generate` with options of assisted generation."""
     answers = []
     for prompt in prompts:
         inputs = left_padded([prompt], pad_token_id(target), target.device)
@@ -178,8 +207,8 @@ def decode_prompt_lookup(
             **inputs,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad_token_id(target),
-            prompt_lookup_num_tokens=num_tokens,
             streamer=rounds,
+            **assistance,
             **sampling_options(temperature),
         )
         seconds = _wait(target.device) - began
@@ -239,6 +268,7 @@ __all__ = [
     "NearTieCheck",
     "block_size_of",
     "decode_alone",
+    "decode_in_transformers_loop",
     "decode_prompt_lookup",
     "decode_with_drafter",
     "end_token_ids",

@@ -66,11 +66,13 @@ BENCHMARKS = {
 
 @dataclass
 class Prompt:
-    """One request: `input_ids` are the whole prompt, template included. `index` is the row's number in its set."""
+    """One request: `input_ids` are the whole prompt, template included. `index` is the row's number in its set, `answer_length` how
+    many tokens the target's own stored answer has, if there is one: prompts of like answers go into one batch."""
 
     dataset: str
     index: int
     input_ids: list[int]
+    answer_length: int | None = None
 
     @property
     def digest(self) -> str:
@@ -189,11 +191,16 @@ def load_prompts(
                 have = sorted(file.stem for file in Path(folder).glob("*.jsonl"))
                 raise FileNotFoundError(f"no file {name}.jsonl among the benchmarks of {folder}, which has {have}")
             turns = read_turns(path)
-        ids = [(index, render(tokenizer, row[0], thinking)) for index, row in enumerate(turns)]
-        ids = [(i, row) for i, row in ids if max_prompt_tokens is None or len(row) <= max_prompt_tokens]
+        rows = list(range(len(turns)))
+        ids = {}
+        if max_prompt_tokens is not None:
+            ids = {index: render(tokenizer, turns[index][0], thinking) for index in rows}
+            rows = [index for index in rows if len(ids[index]) <= max_prompt_tokens]
         cap = BENCHMARKS[name].cap if name in BENCHMARKS else None
-        chosen = select(len(ids), cap if limit is None else limit, seed)
-        prompts += [Prompt(name, *ids[i]) for i in chosen]
+        for i in select(len(rows), cap if limit is None else limit, seed):
+            index = rows[i]
+            # without a limit of length only what was selected is tokenised
+            prompts.append(Prompt(name, index, ids.get(index) or render(tokenizer, turns[index][0], thinking)))
     return prompts
 
 
@@ -206,7 +213,8 @@ def load_token_prompts(path: str | Path, names: list[str] | None = None, limit: 
     for row in parquet.read_table(path, columns=["input_ids", "prompt_length", "source"]).to_pylist():
         index = taken.get(row["source"], 0)
         if (names is None or row["source"] in names) and (limit is None or index < limit):
-            prompts.append(Prompt(row["source"], index, [int(i) for i in row["input_ids"][: row["prompt_length"]]]))
+            ids, length = [int(i) for i in row["input_ids"]], row["prompt_length"]
+            prompts.append(Prompt(row["source"], index, ids[:length], len(ids) - length or None))
         taken[row["source"]] = index + 1
     return prompts
 

@@ -21,6 +21,11 @@ KEY = ("method", "fingerprint", "dataset", "index", "prompt", "temperature", "bl
 CELL = ("backend", "method", "temperature", "block_size", "concurrency")
 
 
+def assisted_name(drafter: str) -> str:
+    """What a drafter is called in Transformers' own assisted generation."""
+    return f"{drafter} in Transformers' loop"
+
+
 def settings_hash(settings: dict) -> str:
     """Twelve hex digits of settings, independent of their order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -104,18 +109,18 @@ class ResultStore:
                     found[self.key(record)] = record
         return list(found.values())
 
-    def add(self, record: dict) -> None:
-        """Appends a record and waits until it is on disk."""
+    def add(self, *records: dict) -> None:
+        """Appends records and waits once until they are on disk."""
         if self._file is None:
             # a line that a crash cut off must not swallow the next one
             cut = self.path.is_file() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
             self._file = self.path.open("a", encoding="utf-8")
             if cut:
                 self._file.write("\n")
-        self._file.write(json.dumps(record | {"settings": self.hash}) + "\n")
+        self._file.write("".join(json.dumps(record | {"settings": self.hash}) + "\n" for record in records))
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.done.add(self.key(record))
+        self.done.update(map(self.key, records))
 
     def close(self) -> None:
         if self._file is not None:
@@ -222,7 +227,9 @@ def _add_speed_ups(by_request: dict) -> None:
     for cell, sets, _ in by_request.values():
         cell["speed_up"] = {}
         for base, base_sets, _ in by_request.values():
-            if base["kind"] not in ("target", "prompt_lookup") or base is cell:
+            if base["kind"] not in ("target", "prompt_lookup", "assisted") or base is cell:
+                continue
+            if base["kind"] == "assisted" and base["method"] != assisted_name(cell["method"]):
                 continue
             if any(base[name] != cell[name] for name in ("backend", "temperature", "concurrency", "batch_size")):
                 continue
@@ -240,6 +247,7 @@ __all__ = [
     "CELL",
     "KEY",
     "ResultStore",
+    "assisted_name",
     "fingerprint",
     "read_lines",
     "settings_hash",
