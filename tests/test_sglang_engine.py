@@ -17,6 +17,7 @@ import torch.nn.functional as F
 pytest.importorskip("sglang", reason="SGLang is not installed; .ci/sglang runs these tests")
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
+from sglang_testing import BLOCK, MASK_ID, tiny_config  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
 from dspine.configuration_dspine import DSpineConfig  # noqa: E402
@@ -26,28 +27,7 @@ from dspine.modeling_dspine.reference_dspine import gated_adjacent_injection, rm
 from dspine.modeling_dspine.target_dspine import transfer_table  # noqa: E402
 
 
-MASK_ID, BLOCK, CONTEXT = 96, 6, 7
-
-
-def tiny_config(**overrides):
-    fields = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "block_size": BLOCK,
-        "mask_token_id": MASK_ID,
-        "num_target_layers": 6,
-        "target_layer_ids": [1, 3],
-        "transfer_rank": 8,
-        "num_candidates": 8,
-        "architectures": ["DSpineModel"],
-    }
-    return DSpineConfig(**(fields | overrides))
+CONTEXT = 7
 
 
 @pytest.fixture(scope="module")
@@ -617,6 +597,34 @@ def renormalise(monkeypatch):
         return probs * kept / (probs * kept).sum(-1, keepdim=True)
 
     monkeypatch.setattr(dflash_utils, "top_k_renorm_prob", top_k)
+
+
+def test_filters_of_sampled_requests_are_run_at_start(renormalise, monkeypatch):
+    from sglang.srt.speculative import dflash_utils
+
+    from dspine.integrations.sglang.worker import prepare_sampling
+
+    def top_p(probs, top_ps):
+        kept = probs.cumsum(-1) - probs < top_ps[:, None]
+        return probs * kept / (probs * kept).sum(-1, keepdim=True)
+
+    device = torch.device("cpu")
+    monkeypatch.setattr(dflash_utils, "top_p_renorm_prob", top_p)
+    prepare_sampling(device)
+    monkeypatch.setattr(dflash_utils, "top_p_renorm_prob", lambda probs, top_ps: probs)
+    with pytest.raises(ValueError, match="top_p_renorm_prob must keep"):
+        prepare_sampling(device)
+    monkeypatch.setattr(dflash_utils, "top_k_renorm_prob", lambda probs, top_ks: 1 / 0)
+    with pytest.raises(ValueError, match="top_k_renorm_prob, by which .* does not run .*ZeroDivisionError"):
+        prepare_sampling(device)
+
+
+def test_the_table_keeps_no_history(parallel_state):
+    config = tiny_config()
+    model = build(config)
+    assert model.transfer.weight.requires_grad
+    model.bind_head(HeadShard(torch.randn(97, 32), 0, 97))
+    assert not model.transfer_table.requires_grad
 
 
 def test_temperatures_of_a_mixed_batch():

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang_testing import tiny_config
 from torch import nn
 
-from dspine.configuration_dspine import DSpineConfig
 from dspine.integrations.sglang.acceptance import accept_block, filter_min_p
 from dspine.integrations.sglang.checks import check_draft, check_server, check_target
 from dspine.integrations.sglang.head import HeadShard, head_shard
@@ -31,26 +31,6 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
     statistic = ((counts - expected)[cells] ** 2 / expected[cells]).sum()
     freedom = int(cells.sum()) - 1
     return float((statistic - freedom) / (2 * freedom) ** 0.5)
-
-
-def tiny_config(**overrides):
-    fields = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "block_size": 6,
-        "mask_token_id": 96,
-        "num_target_layers": 6,
-        "target_layer_ids": [1, 3],
-        "transfer_rank": 8,
-        "num_candidates": 8,
-        "architectures": ["DSpineModel"],
-    }
-    return DSpineConfig(**(fields | overrides))
 
 
 # ---- acceptance -----------------------------------------------------------------------------------------------------------
@@ -391,12 +371,13 @@ def test_block_sizes():
         ({"mask_token_id": None}, "mask_token_id is not set"),
         ({"input_embedding_scale": 4.0}, "scale their input embeddings"),
         ({"hidden_act": "gelu"}, "silu"),
+        ({"soft_token_features": True}, "soft_token_features=true are not supported"),
         (
             {"is_causal": False, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
             "is_causal=false",
         ),
     ],
-    ids=["mask", "scale", "activation", "sliding"],
+    ids=["mask", "scale", "activation", "soft-tokens", "sliding"],
 )
 def test_drafters_that_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):

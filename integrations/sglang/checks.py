@@ -21,6 +21,8 @@ def check_draft(config, block_size: int) -> None:
         raise ValueError(
             f"targets that scale their input embeddings are not supported in SGLang yet (input_embedding_scale={config.input_embedding_scale})"
         )
+    if getattr(config, "soft_token_features", False):
+        raise ValueError("drafters with soft_token_features=true are not supported in SGLang")
     if config.hidden_act != "silu":
         raise ValueError(
             f"SGLang's draft layers use silu, the drafter was configured with hidden_act={config.hidden_act!r}"

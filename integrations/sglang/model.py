@@ -87,8 +87,10 @@ class DSpineDraftModel(DFlashDraftModel):
             )
         self.block_size = block_size
 
+    @torch.no_grad()
     def bind_head(self, head: HeadShard) -> None:
         """Takes the target's output embeddings and computes the transfer table from them, unless the checkpoint brought it."""
+        # without gradients: A is a parameter, and a recorded history would hold the target's head in fp32
         if self.transfer is not None and not self._table_was_loaded:
             self.transfer_table.copy_(
                 head.table(self.transfer.weight, self.config.rms_norm_eps, self.transfer_table.dtype)

@@ -55,6 +55,30 @@ def target_probabilities(next_token_logits, sampling_info, rows: int, block_size
     return probs
 
 
+def prepare_sampling(device: torch.device) -> None:
+    """Runs SGLang's top-k and top-p filters once: they are compiled at their first use, which should be at start, not in a request.
+
+    Raises:
+        ValueError: one of them does not run, so sampled requests could not be verified.
+    """
+    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]] * 2, device=device)
+    limits = {
+        "top_k_renorm_prob": torch.tensor([1, 1 << 30], dtype=torch.int32, device=device),
+        "top_p_renorm_prob": torch.tensor([0.4, 1.0], device=device),
+    }
+    for name, limit in limits.items():
+        try:
+            kept = getattr(dflash_utils, name)(probs, limit)
+            expected = torch.stack([torch.tensor([1.0, 0, 0, 0], device=device), probs[1]])
+            wrong = not torch.allclose(kept.float(), expected, atol=1e-3)
+        except Exception as error:
+            raise ValueError(
+                f"SGLang's {name}, by which sampled requests are verified, does not run on this machine ({type(error).__name__}: {error})"
+            ) from error
+        if wrong:
+            raise ValueError(f"SGLang's {name} must keep {expected.tolist()} of {probs.tolist()}, got {kept.tolist()}")
+
+
 def accept_sampled(original, *args, **kwargs):
     """Goes around `compute_dflash_sampling_correct_drafts_and_bonus`: our acceptance in our rounds, SGLang's in all others."""
     if _running is None:
@@ -77,6 +101,7 @@ class DSpineWorker(DFlashWorkerV2):
             raise ValueError(
                 "this build lacks sgl_kernel's top_k_renorm_prob and top_p_renorm_prob, without which SGLang verifies sampled requests as if they were greedy"
             )
+        prepare_sampling(torch.device(self.draft_model.norm.weight.device))
         config, runner = self.draft_model.config, self.model_runner
         check_target(config, runner.model_config)
         dtype = self.draft_model.norm.weight.dtype

@@ -1,0 +1,420 @@
+"""The measurements of a served drafter: their statistics, their arithmetic, and runs against a stand-in for the server."""
+
+import json
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import load_example
+from sglang_testing import FakeSGLang, fake_tokenizer, tiny_config
+
+
+@pytest.fixture
+def check():
+    load_example("sglang_client")
+    return load_example("check_sglang")
+
+
+@pytest.fixture
+def servers():
+    made = []
+
+    def make(**options):
+        made.append(FakeSGLang(**options))
+        return made[-1]
+
+    yield make
+    [server.close() for server in made]
+
+
+@pytest.fixture
+def tokenizer(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: fake_tokenizer())
+
+
+@pytest.fixture
+def bench(tmp_path):
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    for name in ("one", "two"):
+        lines = [json.dumps({"turns": [f"{name} {i} " + "x" * i, "unused"]}) for i in range(40)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statistic", "freedom", "tail"),
+    # tables of the chi-square distribution
+    [(3.841459, 1, 0.05), (18.307038, 10, 0.05), (23.209251, 10, 0.01), (124.342113, 100, 0.05), (2.0, 2, 0.36787944)],
+)
+def test_chi_square_tail(check, statistic, freedom, tail):
+    assert check.chi_square_tail(statistic, freedom) == pytest.approx(tail, rel=1e-5)
+    assert check.chi_square_tail(0, freedom) == 1.0
+    assert check.chi_square_tail(1e4, freedom) < 1e-100
+
+
+def draw(weights, count, seed):
+    return Counter(random.Random(seed).choices(range(len(weights)), weights, k=count))
+
+
+def test_two_sample_test_is_calibrated_and_has_power(check):
+    weights = [0.3, 0.2, 0.1, *[0.4 / 400] * 400]
+    values = [
+        check.two_sample_test(draw(weights, 2000, 2 * i), draw(weights, 2000, 2 * i + 1))["p"] for i in range(200)
+    ]
+    assert 0.02 < sum(p < 0.1 for p in values) / 200 < 0.2
+    other = [0.22, 0.28, 0.1, *[0.4 / 400] * 400]
+    result = check.two_sample_test(draw(weights, 20000, 1), draw(other, 20000, 2))
+    assert result["p"] < 1e-6 and result["samples"] == [20000, 20000] and result["in_rare_cells"] >= 0
+    assert check.two_sample_test(Counter({1: 50}), Counter({1: 70}))["p"] == 1.0
+    assert check.two_sample_test(Counter({1: 500}), Counter({2: 500}))["p"] < 1e-100
+
+
+def test_fisher(check):
+    assert check.fisher([0.5]) == pytest.approx(0.5)
+    assert check.fisher([0.01] * 5) < 1e-4 < 0.1 < check.fisher([0.5, 0.4, 0.8])
+
+
+def test_lengths(check):
+    texts = [{"tokens": 11, "rounds": 5}, {"tokens": 7, "rounds": 2}, {"tokens": 1, "rounds": 0}]
+    assert check.lengths_of(texts) == {"accepted_length": 16 / 7, "accepted_length_per_request": 2.5, "requests": 2}
+    assert check.lengths_of(texts[2:]) == {}
+    summary = check.summary_of({"a": texts[:1], "b": texts[1:]})
+    assert summary["mean_of_sets"]["accepted_length"] == 2.5 and summary["all"]["accepted_length"] == 16 / 7
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "at"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)]
+)
+def test_first_difference(check, a, b, at):
+    assert check.first_difference(a, b) == at
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_parity(check, servers, tokenizer, bench, tmp_path):
+    plain, same, other = servers(rounds=None), servers(), servers(wrong_after=30)
+    out = tmp_path / "parity.json"
+    urls = [f"plain={plain.url}", f"dspine={same.url}", f"other={other.url}", "gone=http://127.0.0.1:1"]
+    arguments = ["parity", "--server", *urls, "--target", "t", "--bench-dir", str(bench), "--output", str(out)]
+    check.main([*arguments, "--max-new-tokens", "9", "--max-prompt-tokens", "30"])
+    result = json.loads(out.read_text())
+    assert list(result["failed"]) == ["gone"], result["failed"]
+    assert {name: len(part) for name, part in result["prompts"].items()} == {"one": 20, "two": 20}
+    assert result["figures"]["dspine"]["against_first"] == {"texts": 40, "differ": 0}
+    assert result["figures"]["other"]["against_first"] == {"texts": 40, "differ": 10}
+    assert result["figures"]["dspine"]["all"]["accepted_length"] == 2.0
+    assert "all" not in result["figures"]["plain"] or not result["figures"]["plain"]["all"]
+    assert list(result["failed"]) == ["gone"] and plain.most <= 32
+
+    # the gap at the first difference, with a target whose logits are its token ids
+    target = lambda ids: SimpleNamespace(logits=torch.arange(100.0).expand(*ids.shape, 100))  # noqa: E731
+    gaps = check.gaps_between(target, result["prompts"], result["texts"]["plain"], result["texts"], "cpu")
+    assert gaps["dspine"] == gaps["plain"] and gaps["plain"]["equal"] == 40 and gaps["plain"]["differ"] == 0
+    assert gaps["other"]["beyond_0.5"] == 10 and gaps["other"]["largest_gap"] == 1.0
+    shorter = {"other": {name: [one | {"ids": one["ids"][:3]} for one in part] for name, part in result["texts"]["plain"].items()}}  # fmt: skip
+    assert check.gaps_between(target, result["prompts"], result["texts"]["plain"], shorter, "cpu")["other"]["one_ended"] == 40  # fmt: skip
+
+
+def test_hugging_face_side(check, servers, bench, tmp_path, monkeypatch):
+    """Texts and lengths of a tiny target and drafter, as if they had been served, come back with ratio one."""
+    tiny_models = pytest.importorskip("tiny_models", exc_type=ImportError)
+    transformers = pytest.importorskip("transformers")
+    from dspine.integrations.evaluation.decoding import decode_with_drafter
+    from dspine.integrations.evaluation.prompts import Prompt
+    from dspine.modeling_dspine import DSpineModel
+
+    target = tiny_models.tiny_target()
+    drafter = tiny_models.tiny_drafter(target)
+    prompts = {"one": [[5, 6, 7], [8, 9]], "two": [[11, 12]]}
+    texts = {}
+    for name, ids in prompts.items():
+        decoded = decode_with_drafter(target, drafter, [Prompt(name, i, one) for i, one in enumerate(ids)], 12)
+        texts[name] = [
+            {"ids": one.output_ids, "tokens": sum(one.accepted_lengths) + 1, "rounds": len(one.accepted_lengths)}
+            for one in decoded
+        ]
+    stored = {"servers": {"plain": "", "dspine": ""}, "prompts": prompts, "max_new_tokens": 12}
+    stored |= {"texts": {"plain": texts, "dspine": texts}, "figures": {"dspine": check.summary_of(texts)}}
+    (tmp_path / "parity.json").write_text(json.dumps(stored))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda folder, dtype: target)
+    monkeypatch.setattr(DSpineModel, "from_pretrained", lambda folder, dtype: drafter)
+    out = tmp_path / "hf.json"
+    arguments = ["hf", "--parity", str(tmp_path / "parity.json"), "--target", "t", "--drafter", "dspine=d"]
+    check.main([*arguments, "--dtype", "float32", "--device", "cpu", "--output", str(out)])
+    result = json.loads(out.read_text())
+    assert result["ties"]["dspine"]["equal"] == 3
+    ratios = result["drafters"]["dspine"]["served_over_hf"]
+    assert {round(value, 9) for part in ratios.values() for value in part.values()} == {1.0}
+
+
+def test_distribution(check, servers, tokenizer, tmp_path):
+    one, other, wrong = servers(), servers(), servers(wrong_after=-1)
+    out = tmp_path / "d.json"
+
+    def run(first, second):
+        urls = [f"a={first.url}", f"b={second.url}"]
+        arguments = ["distribution", "--server", *urls, "--target", "t", "--output", str(out), "--samples", "600"]
+        return check.main([*arguments, "--tokens", "2", "--settings", "1", "0.7/0.9"])
+
+    result = run(one, other)
+    assert result["passed"] and set(result["settings"]) == {
+        "temperature=1, top_p=1", "temperature=0.7, top_p=0.9",
+    }  # fmt: skip
+    part = result["settings"]["temperature=1, top_p=1"]["prompts"][0]
+    assert part["tests"][1]["samples"] == [600, 600] and part["distinct"] == [16, 16]
+    assert part["greedy_equal"] and part["greedy_rows_differ"] == 0
+    result = run(one, wrong)
+    assert not result["settings"]["temperature=1, top_p=1"]["prompts"][0]["greedy_equal"]
+
+
+def test_another_distribution_is_found(check):
+    """Samples of two tokens, the second of which depends on the first in one of the two samples only."""
+    order = random.Random(0)
+    one = Counter((a, order.randrange(4)) for a in (order.randrange(4) for _ in range(20000)))
+    other = Counter((a, a if order.random() < 0.05 else order.randrange(4)) for a in (order.randrange(4) for _ in range(20000)))  # fmt: skip
+    first, both = check.compare_samples(one, other, 2)
+    assert first["p"] > 1e-4 and both["p"] < 1e-6
+
+
+def test_rounds(check, servers, tmp_path):
+    fast, slow, plain = servers(delay=0.02), servers(delay=0.04), servers(delay=0.02, rounds=None)
+    out = tmp_path / "rounds.json"
+    urls = [f"dspine={slow.url}", f"dflash={fast.url}", f"plain={plain.url}"]
+    arguments = ["rounds", "--server", *urls, "--output", str(out), "--concurrency", "1", "4", "--new-tokens", "21"]
+    result = check.main([*arguments, "--repeats", "2", "--prompt-tokens", "5", "--vocabulary", "900"])
+    for concurrency in (1, 4):
+        figures = result["concurrency"][concurrency]
+        assert 1.2 < figures["dspine"]["over_dflash"] < 3 and "over_plain" in figures["dspine"]
+        assert figures["dflash"]["seconds_per_step"] == pytest.approx(0.002, rel=1.0)
+        assert figures["plain"]["accepted_length"] == 1.0 and figures["dflash"]["accepted_length"] == 2.0
+    assert fast.most == 4
+
+
+def trace(rounds=4):
+    """Events of a made-up trace: a draft graph of 30 kernels with a tail of 5, a verification graph of 100, a gap with one kernel."""
+    events, now, correlation = [], 1000.0, 1
+
+    def kernel(name, duration):
+        nonlocal now
+        events.append(
+            {"cat": "kernel", "name": name, "ts": now, "dur": duration, "args": {"correlation": correlation}}
+        )
+        now += duration
+
+    for _ in range(rounds):
+        for i in range(25):
+            kernel("RMSNormKernel" if i == 24 else "gemm", 2.0)
+        for i in range(5):
+            kernel(f"tail_{i}", 3.0)
+        correlation += 1
+        now += 4.0
+        for _ in range(100):
+            kernel("target", 1.0)
+        correlation += 1
+        now += 5.0
+        kernel("commit", 6.0)
+        correlation += 1
+        now += 10.0
+    events.append({"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1})
+    random.Random(0).shuffle(events)
+    return events
+
+
+def test_breakdown(check):
+    result = check.breakdown(trace())
+    assert result["microseconds"] == {
+        "round": 190.0, "draft": 50.0, "tail": 15.0, "verify": 100.0, "rest": 25.0, "busy": 171.0,
+    }  # fmt: skip
+    assert result["rounds"] == 3 and result["tail_kernels"] == {f"tail_{i}": 3.0 for i in range(5)}
+    with pytest.raises(ValueError, match="several rounds"):
+        check.breakdown([])
+    with pytest.raises(ValueError, match="in turn"):
+        check.breakdown([event for event in trace() if event["name"] == "target"])
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def test_padded_heads_compute_the_same(check, tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 36, "intermediate_size": 24, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3)).eval()
+    model.save_pretrained(tmp_path / "a")
+    check.padded_heads(tmp_path / "a", tmp_path / "b", 2)
+    padded = AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    assert (padded.config.num_attention_heads, padded.config.num_key_value_heads, padded.config.head_dim) == (12, 4, 4)
+    ids = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        torch.testing.assert_close(padded(ids).logits, model(ids).logits)
+
+
+def test_padded_drafter_computes_the_same(check, tmp_path):
+    tiny_models = pytest.importorskip("tiny_models", exc_type=ImportError)
+    from dspine.modeling_dspine import DSpineModel
+
+    target = tiny_models.tiny_target()
+    drafter = tiny_models.tiny_drafter(target)
+    drafter.save_pretrained(tmp_path / "a")
+    check.padded_heads(tmp_path / "a", tmp_path / "b", 4)
+    padded = DSpineModel.from_pretrained(tmp_path / "b").eval()
+    assert padded.config.num_key_value_heads % 4 == 0
+    padded.bind_target(target)
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    got, wanted = (one.spec_generate(target, prompt, **options) for one in (padded, drafter))
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert got.statistics.accepted_lengths == wanted.statistics.accepted_lengths
+
+
+def test_prepared_folders(check, tmp_path):
+    result = check.main(["prepare", "--folder", str(tmp_path), "--output", str(tmp_path / "prepare.json")])
+    assert set(result["done"]) >= {"qwen3-4b", "qwen3-8b"} and not result["failed"]
+    from dspine.integrations.sglang.checks import check_draft, check_target
+
+    for name, width in (("qwen3-4b", 2560), ("qwen3-8b", 4096)):
+        raw = json.loads((tmp_path / name / "target" / "config.json").read_text())
+        assert raw["architectures"] == ["Qwen3ForCausalLM"] and raw["hidden_size"] == width
+        drafter = type(tiny_config()).from_pretrained(tmp_path / name / "dspine")
+        check_draft(drafter, 16)
+        text = SimpleNamespace(hidden_size=width, num_hidden_layers=36)
+        check_target(drafter, SimpleNamespace(vocab_size=raw["vocab_size"], hf_text_config=text))
+        dflash = json.loads((tmp_path / name / "dflash" / "config.json").read_text())
+        assert dflash["architectures"] == ["DFlashDraftModel"]
+        assert dflash["dflash_config"]["target_layer_ids"] == drafter.target_layer_ids
+        shared = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "num_hidden_layers")
+        assert all(dflash[key] == getattr(drafter, key) for key in shared)
+
+
+def test_command_line(check, tmp_path):
+    arguments = ["distribution", "--target", "t", "--output", "o", "--server", "a=http://x:1"]
+    with pytest.raises(SystemExit):
+        check.parse_arguments(arguments)
+    assert check.parse_arguments([*arguments, "b=http://x:2", "--settings", "0.7/0.9", "1"]).settings == [
+        (0.7, 0.9), (1.0, 1.0),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        check.parse_arguments(["rounds", "--output", "o", "--server", "http://x:1"])
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def decoded():
+    """A tiny target and drafter, a prompt, and what the drafter decodes."""
+    tiny_models = pytest.importorskip("tiny_models", exc_type=ImportError)
+    from dspine.integrations.evaluation.decoding import decode_with_drafter
+    from dspine.integrations.evaluation.prompts import Prompt
+
+    target = tiny_models.tiny_target()
+    drafter = tiny_models.tiny_drafter(target)
+    prompt = [5, 6, 7, 8]
+    return SimpleNamespace(
+        target=target,
+        drafter=drafter,
+        prompt=prompt,
+        answer=decode_with_drafter(target, drafter, [Prompt("s", 0, prompt)], 24)[0],
+    )
+
+
+def test_draft_pass_is_what_decoding_does(check, decoded):
+    """Accepted lengths of every round follow from passes without a cache."""
+    ids, start = decoded.prompt + decoded.answer.output_ids, len(decoded.prompt)
+    for length in decoded.answer.accepted_lengths[:-1]:  # the last one may have been cut
+        drafts = check.draft_pass(decoded.target, decoded.drafter, ids, start)["tokens"].tolist()
+        following = ids[start + 1 : start + 1 + len(drafts)]
+        agreed = next((i for i, (a, b) in enumerate(zip(drafts, following)) if a != b), len(drafts))
+        assert agreed + 1 == length
+        start += length
+
+
+def test_layers(check, decoded, tmp_path, monkeypatch):
+    import copy
+
+    from dspine.modeling_dspine import DSpineModel
+
+    transformers = pytest.importorskip("transformers")
+    ids = decoded.prompt + decoded.answer.output_ids
+    exact = {}
+    (tmp_path / "records").mkdir()
+    for n, start in enumerate((4, 9, 15)):
+        exact[start] = one = check.draft_pass(decoded.target, decoded.drafter, ids, start)
+        one = one | {"ids": torch.tensor([ids[start]]), "positions": torch.tensor([start])}
+        torch.save(one, tmp_path / "records" / f"pass-{n:03d}.pt")
+    stored = {"prompts": {"s": [decoded.prompt]}, "texts": {"eager": {"s": [{"ids": decoded.answer.output_ids}]}}}
+    (tmp_path / "parity.json").write_text(json.dumps(stored))
+
+    def rounded(model):
+        return lambda folder, dtype: copy.deepcopy(model).to(dtype)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", rounded(decoded.target))
+    monkeypatch.setattr(DSpineModel, "from_pretrained", rounded(decoded.drafter))
+    arguments = ["layers", "--records", str(tmp_path / "records"), "--parity", str(tmp_path / "parity.json")]
+    arguments += ["--target", "t", "--drafter", "d", "--device", "cpu", "--output", str(tmp_path / "layers.json")]
+    result = check.main(arguments)
+    assert result["passed"] and result["passes"] == 3
+    assert set(result["relative_error"]) == {"norm(h)", *(f"injection {name}" for name in decoded.drafter.injections)}
+    for part in result["relative_error"].values():
+        assert part["served"] < 1e-6 < 1e-3 < part["hf"] < 0.3
+    assert result["served_against_fp32"] == {"same_tokens": 1.0, "same_candidates": 1.0}
+
+    # states that are further off than rounding
+    for n, start in enumerate((4, 9, 15)):
+        wrong = exact[start] | {"ids": torch.tensor([ids[start]]), "positions": torch.tensor([start])}
+        wrong["hidden"] = wrong["hidden"] * 1.5
+        torch.save(wrong, tmp_path / "records" / f"pass-{n:03d}.pt")
+    assert not check.main(arguments)["passed"]
+    for path in (tmp_path / "records").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match="no stored pass"):
+        check.main(arguments)
+
+
+def test_recording(tmp_path, monkeypatch):
+    recorder = load_example("record_sglang")
+
+    class Injection(torch.nn.Module):
+        def forward(self, x):
+            return x + 1, x
+
+    class Model(torch.nn.Module):
+        block_size = 3
+
+        def __init__(self):
+            super().__init__()
+            self.injections = torch.nn.ModuleDict({"0": Injection()})
+
+        def forward(self, ids, positions, batch):
+            written, _ = self.injections["0"](ids.float().view(-1, 3, 1))
+            return SimpleNamespace(hidden_states=written.view(-1, 1))
+
+    class Worker:
+        recorded = 0
+
+        def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states):
+            self._proposal = (torch.zeros(1, 2, 4), torch.ones(1, 2, 4))
+            return torch.tensor([7, 8])
+
+    recorder.record(Worker, Model, tmp_path / "r")
+    worker = Worker()
+    worker.draft_model = Model()
+    for rows in (1, 2, 1):  # passes of several blocks are left out
+        ids = torch.arange(3 * rows)
+        out = worker.draft_model(ids, ids + 10, None)
+        assert worker._greedy_sample_from_vocab_parallel_head(hidden_states=out.hidden_states).tolist() == [7, 8]
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["pass-000.pt", "pass-001.pt"]
+    stored = torch.load(tmp_path / "r" / "pass-000.pt")
+    assert stored["positions"].tolist() == [10, 11, 12] and stored["layers"]["0"].view(-1).tolist() == [1, 2, 3]
+    assert stored["hidden"].shape == (3, 1) and stored["candidates"].shape == (2, 4)
+    monkeypatch.delenv("DSPINE_RECORD", raising=False)
+    assert recorder.register() is None
