@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +30,6 @@ import traceback
 import types
 from pathlib import Path
 from types import SimpleNamespace
-
-
-# a fresh cache: the first call's compile time belongs to the figures
-os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="dspine-triton-"))
 
 import torch
 import torch._functorch.config
@@ -49,9 +46,12 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON file with all figures")
     parser.add_argument("--plot", type=Path, help="PNG file (needs matplotlib)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument(
         "--budget", type=float, default=210, help="seconds after which comparisons with torch.compile are left out"
+    )
+    parser.add_argument(
+        "--first-calls", action="store_true", help="time every operation's first call instead, without other figures"
     )
     parser.add_argument("--sweep", action="store_true", help="compare configurations of the kernels instead")
     parser.add_argument(
@@ -307,35 +307,52 @@ def measure_ceilings(report, shape, args):
     }
 
 
-def measure_first_calls(report, shape, args):
-    """Import and compile time of every operation at batch 1, in a process whose Triton cache is empty."""
-    begin = time.perf_counter()
-    ops = kernel_operations()
-    report["first_call"] = {"import_s": time.perf_counter() - begin}
-    small = SimpleNamespace(**vars(shape) | {"L": 1})
-    drafter = Drafter(small, normal(shape.V, shape.d))
-    drafter.set_batch(1)
-    logits = normal(1, shape.B - 1, shape.V, scale=1.0)
-    with torch.no_grad():
+def time_first_calls(shape) -> dict:
+    """Seconds of the imports and of every operation's first call at every number of slots with kernels of its own, one after another;
+    meant for a process of its own, with an empty Triton cache."""
+    torch.mm(normal(64, 64), normal(64, 64))
+    seconds = {}
+
+    def timed(name, function):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        result = function()
+        torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - begin
+        return result
+
+    timed("import of triton", lambda: importlib.import_module("triton.language"))
+    ops = timed("import of the kernels", kernel_operations)
+    drafter = Drafter(SimpleNamespace(**vars(shape) | {"L": 1}), normal(shape.V, shape.d))
+    for N in (1, 8, 32, 64):
+        drafter.set_batch(N)
+        logits = normal(N, shape.B - 1, shape.V, scale=1.0)
         candidates = logits.topk(shape.K).indices
-        features = reference.rms(normal(1, shape.B, shape.r, scale=1.0), EPS)
-        scores = normal(1, shape.B - 1, shape.K, shape.K, scale=1.0)
-        calls = {
-            "gated_adjacent_injection": lambda: drafter.inject_all(ops.gated_adjacent_injection),
-            "select_candidates": lambda: ops.select_candidates(logits, shape.K),
-            "transition_cache": lambda: ops.transition_cache(
-                *drafter.cache_arguments(drafter.x, features, candidates)
-            ),
-            "walk_transition_cache": lambda: ops.walk_transition_cache(
-                scores, candidates, drafter.temperature, drafter.uniforms
-            ),
-        }
-        for name, function in calls.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            function()
-            torch.cuda.synchronize()
-            report["first_call"][f"{name}_s"] = time.perf_counter() - begin
+        features = reference.rms(normal(N, shape.B, shape.r, scale=1.0), EPS)
+        scores = normal(N, shape.B - 1, shape.K, shape.K, scale=1.0)
+        cache_arguments = drafter.cache_arguments(drafter.x, features, candidates)
+        walk_arguments = scores, candidates, drafter.temperature, drafter.uniforms
+        with torch.no_grad():
+            slots = f"{N * shape.B} slots"
+            timed(f"injection, {slots}", functools.partial(drafter.inject_all, ops.gated_adjacent_injection))
+            timed(f"candidates, {slots}", functools.partial(ops.select_candidates, logits, shape.K))
+            timed(f"transition cache, {slots}", functools.partial(ops.transition_cache, *cache_arguments))
+            timed(f"walk, {slots}", functools.partial(ops.walk_transition_cache, *walk_arguments))
+    del logits, drafter, cache_arguments
+    inputs, grads = training_inputs(shape)
+    slots = f"{shape.training_blocks * shape.B} slots"
+    outputs = timed(f"injection with gradients, {slots}", lambda: ops.gated_adjacent_injection(*inputs, EPS))
+    timed(f"its backward, {slots}", lambda: torch.autograd.grad(outputs, inputs, grads))
+    return seconds
+
+
+def measure_first_calls(report, shape, args):
+    with tempfile.TemporaryDirectory(prefix="dspine-first-") as folder:
+        output = Path(folder) / "seconds.json"
+        command = [sys.executable, __file__, "--first-calls", "--output", str(output), *["--tiny"] * args.tiny]
+        environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton"}
+        subprocess.run(command, env=environment, timeout=90, check=True, stdout=subprocess.DEVNULL)
+        report["first_call"] = json.loads(output.read_text())
 
 
 def measure_serving(report, shape, args, drafter, N):
@@ -438,6 +455,9 @@ def measure_references(report, shape, args, drafter, N, compiled):
             scores, candidates, drafter.temperature, drafter.uniforms
         ),
     }
+    if compiled and N > 1:
+        # the walk's compilation takes longest, since its loop is unrolled, for a time that hardly depends on the batch
+        del cases["walk_transition_cache"]
     for name, function in cases.items():
         within = not compiled or time.perf_counter() - START < args.budget
         times = graph_times({name: function}, unroll=2, rounds=7) if within else {name: None}
@@ -606,31 +626,31 @@ def sweep(report, shape, args):
             actual = function()
         return graph_times({"x": function}, unroll=unroll, rounds=7)["x"] / per, actual
 
+    few, some, many = Tile(16, 16, 64, 4, 5, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3)
     injections = {
         1: {
-            "one product": ForwardConfig("parts", 4, Tile(16, 16, 256, 4, 4), Tile(16, whole, 32, 8, 1)),
-            "8 slices": ForwardConfig("parts", 4, Tile(16, 16, 64, 8, 3, 8), Tile(16, whole, 32, 8, 1)),
-            "8 parts": ForwardConfig("parts", 8, Tile(16, 16, 64, 4, 3, 4), Tile(16, whole, 32, 8, 1)),
-            "2 parts": ForwardConfig("parts", 2, Tile(16, 16, 64, 4, 5, 4), Tile(16, whole, 32, 8, 1)),
-            "2 parts of 8 features": ForwardConfig("parts", 2, Tile(16, 8, 64, 4, 5, 4), Tile(16, whole, 32, 8, 1)),
-            "64 channels": ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, 4), Tile(16, whole, 64, 8, 1)),
-            "4 warps": ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, 4), Tile(16, whole, 32, 4, 1)),
-            "16 channels": ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, 4), Tile(16, whole, 16, 4, 1)),
-            "reduced": ForwardConfig("reduced", 8, Tile(16, 16, 64, 4, 3, 4), Tile(16, whole, 32, 8, 1)),
+            "32 channels": ForwardConfig("parts", 4, few, Tile(16, whole, 32, 8, 1)),
+            "32 channels, 4 warps": ForwardConfig("parts", 4, few, Tile(16, whole, 32, 4, 1)),
+            "2 parts": ForwardConfig("parts", 2, few, Tile(16, whole, 64, 8, 1)),
+            "16 warps": ForwardConfig("parts", 4, few, Tile(16, whole, 64, 16, 1)),
+            "reduced": ForwardConfig("reduced", 8, Tile(16, 16, 64, 4, 3, 4), Tile(16, whole, 64, 8, 1)),
         },
         8: {
-            "32 rows": ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(32, whole, 64, 8, 1)),
-            "8 parts": ForwardConfig("reduced", 8, Tile(32, 64, 128, 4, 4), Tile(64, whole, 64, 8, 1)),
+            "32 channels": ForwardConfig("reduced", 16, some, Tile(64, whole, 32, 4, 1)),
             "32 features": ForwardConfig("reduced", 8, Tile(64, 32, 128, 4, 3), Tile(64, whole, 64, 8, 1)),
-            "32 channels": ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), Tile(64, whole, 32, 4, 1)),
-            "two launches": ForwardConfig("parts", 2, Tile(32, 32, 128, 4, 4), Tile(32, whole, 64, 8, 1)),
-            "library": ForwardConfig("library", 16, Tile(64, 64, 64, 4, 4)),
+            "library": ForwardConfig("library", 16, some, dependent=False),
+        },
+        32: {
+            "reduced": ForwardConfig("reduced", 16, some, Tile(64, whole, 64, 8, 1)),
+            "reduced, 8 parts": ForwardConfig("reduced", 8, Tile(64, 128, 64, 4, 4), Tile(64, whole, 64, 8, 1)),
+            "library, 8 parts": ForwardConfig("library", 8, Tile(64, 128, 64, 4, 4), dependent=False),
+            "library, one part": ForwardConfig("library", 1, None, dependent=False),
+            "with dependent launch": ForwardConfig("library", 16, many),
         },
         64: {
-            "library, one part": ForwardConfig("library", 1, None),
-            "library, 16 parts": ForwardConfig("library", 16, Tile(64, 128, 64, 4, 4)),
-            "library, 4 parts": ForwardConfig("library", 4, Tile(128, 64, 64, 4, 4)),
-            "reduced": ForwardConfig("reduced", 8, Tile(128, 128, 64, 8, 3), Tile(64, whole, 64, 8, 1)),
+            "library, one part": ForwardConfig("library", 1, None, dependent=False),
+            "library, 16 parts": ForwardConfig("library", 16, Tile(64, 128, 64, 4, 4), dependent=False),
+            "with dependent launch": ForwardConfig("library", 8, many),
         },
     }
     for N in args.batches:
@@ -646,20 +666,21 @@ def sweep(report, shape, args):
 
     caches = {
         1: {
-            "16 parts": TransitionConfig(4, 64, whole, 16, 4, 2),
-            "128 rows": TransitionConfig(8, 64, whole, 64, 8, 2),
-            "16 rows": TransitionConfig(1, 64, whole, 8, 4, 2),
-            "32 rows": TransitionConfig(2, 64, whole, 16, 4, 2),
+            "32 channels": TransitionConfig(4, 32, whole, 32, 4, 3),
+            "128 rows": TransitionConfig(8, 32, whole, 64, 8, 3),
         },
         8: {
-            "64 rows": TransitionConfig(4, 64, whole, 4, 4, 2),
-            "32 channels": TransitionConfig(8, 32, whole, 8, 8, 3),
-            "chunks": TransitionConfig(8, 64, 64, 8, 8, 3),
+            "64 channels": TransitionConfig(8, 64, whole, 8, 8, 2),
+            "16 channels": TransitionConfig(8, 16, whole, 8, 8, 4),
+        },
+        32: {
+            "64 channels": TransitionConfig(8, 64, whole, 2, 8, 2),
+            "one part": TransitionConfig(8, 32, whole, 1, 8, 3),
+            "64 rows": TransitionConfig(4, 64, whole, 1, 4, 2),
         },
         64: {
-            "64 rows": TransitionConfig(4, 64, whole, 1, 4, 2),
-            "32 channels": TransitionConfig(8, 32, whole, 1, 8, 3),
-            "chunks": TransitionConfig(8, 64, 64, 1, 8, 3),
+            "64 channels": TransitionConfig(8, 64, whole, 1, 8, 2),
+            "16 channels": TransitionConfig(8, 16, whole, 1, 8, 4),
         },
     }
     for N in args.batches:
@@ -685,14 +706,13 @@ def sweep(report, shape, args):
         contest(
             f"candidates, batch {N}",
             select_candidates,
-            "tiles_per_program",
-            {f"{tiles} tiles": tiles for tiles in (1, 2, 4, 8, 16)},
+            "launches_dependently",
+            {"with dependent launch": True},
             lambda operations, logits=logits: time_in_graph(lambda: operations.select_candidates(logits, shape.K)),
         )
         scores = expected.bfloat16()
         walks = {
             "greedy": {},
-            "greedy, lookahead": {"lookahead": True},
             "mixed": {"temperature": drafter.temperature, "uniforms": drafter.uniforms},
         }
         times = {}
@@ -719,7 +739,7 @@ def sweep(report, shape, args):
         "training, forward and backward",
         injection,
         "forward_config",
-        {"8 parts": ForwardConfig("library", 8, Tile(128, 128, 64, 8, 3))},
+        {"with dependent launch": ForwardConfig("library", 1, None)},
         training,
     )
     results["training, forward and backward"]["parts"] = list(parts.values())
@@ -745,7 +765,7 @@ def print_table(report):
     if ceilings:
         copy, matmul = ceilings["copy_bytes_per_s"] / 1e12, ceilings["matmul_flops_per_s"] / 1e12
         print(f"\n{report['device']}: copy {copy:.2f} TB/s, matmul {matmul:.0f} TFLOP/s")
-    print("first call:", {name: round(value, 2) for name, value in report.get("first_call", {}).items()})
+    print("seconds of first calls:", {name: round(value, 2) for name, value in report.get("first_call", {}).items()})
     for N, out in report["serving"].items():
         us = {name: value for name, value in out.get("us", {}).items() if value is not None}
         if "injections_in_draft" not in us:
@@ -814,9 +834,15 @@ def main():
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
+    shape = make_shape(args.tiny)
+    if args.first_calls:
+        seconds = time_first_calls(shape)
+        args.output.write_text(json.dumps(seconds, indent=1) + "\n")
+        for name, value in seconds.items():
+            print(f"{name}: {value:.2f} s", flush=True)
+        return
     import triton
 
-    shape = make_shape(args.tiny)
     report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -848,7 +874,8 @@ def main():
         run_section(report, "training", measure_training, shape, args)
         run_section(report, "rounds", measure_rounds, shape, args, drafter)
         for N in args.batches:
-            run_section(report, f"compiled_{N}", measure_references, shape, args, drafter, N, True)
+            if N != 32:  # between sizes that are compared
+                run_section(report, f"compiled_{N}", measure_references, shape, args, drafter, N, True)
     report["total_s"] = time.perf_counter() - START
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1, default=dataclasses.asdict) + "\n")

@@ -6,11 +6,14 @@ stream by `P`, sums its squares on the way, and the scales are applied to the su
 | slots (16 bits) | mode | launches of the forward |
 | --- | --- | --- |
 | up to 64 | "parts" | two: features in parts; their sum, gate and write |
-| up to 512 | "reduced" | three: the sum of the parts, which too many programs would repeat, in a launch of its own |
+| up to 256 | "reduced" | three: the sum of the parts, which too many programs would repeat, in a launch of its own |
 | more, and whenever gradients are needed | "library" | five: cuBLAS makes the products with gate and write |
 
 In 32 bits it is "library" for any number: matrix units of GPUs do not multiply in fp32, so nothing is gained by keeping weights on
 chip. `forward_config` is that table with its tiles, all that is tuned here.
+
+Dependent launch saves 2 us an injection in the first two modes, whose kernels ask for weights before they wait. Around cuBLAS it cost
+11 us an injection in the draft pass of 1024 slots (3 us alone), and 2 % of a training step's injection, so "library" does without.
 
 cuBLAS makes the products of many slots, since its clusters load a tile once for two multiprocessors, where a Triton tile with two
 accumulators is held up by the traffic from the second-level cache. The backward starts from the two products that the forward stored
@@ -21,6 +24,7 @@ sum has a fixed order.
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .injection_kernels import (
     feature_bwd_kernel,
@@ -34,8 +38,10 @@ from .injection_kernels import (
 from .launch import (
     LARGE_MEMORY,
     cdiv,
+    compile_together,
     compute_dtype,
-    is_plain,
+    is_eager,
+    launch,
     launch_options,
     needs_gradients,
     next_power_of_2,
@@ -68,13 +74,14 @@ class ForwardConfig:
     """The mode for a number of slots, into how many parts the channels are split for the features, and the tiles.
 
     Without a `feature` tile (many slots) cuBLAS makes the features' product as well. `gate` is the tile of "parts" and "reduced",
-    whose rank is the whole rank.
+    whose rank is the whole rank. `dependent` says whether kernels are launched dependently, see `launch_options`.
     """
 
     mode: str
     splits: int
     feature: Tile | None
     gate: Tile | None = None
+    dependent: bool = True
 
 
 def forward_config(slots: int, rank: int, itemsize: int, memory: int = LARGE_MEMORY) -> ForwardConfig:
@@ -86,13 +93,15 @@ def forward_config(slots: int, rank: int, itemsize: int, memory: int = LARGE_MEM
     whole = max(next_power_of_2(rank), 16)
     wide = whole > 256
     if itemsize == 4 or slots > 4096:
-        return ForwardConfig("library", 1, None)
+        return ForwardConfig("library", 1, None, dependent=False)
     if slots <= 64:
-        return ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, slices=4), Tile(16, whole, 16 if wide else 32, 8, 1))
-    if slots <= 512:
+        return ForwardConfig("parts", 4, Tile(16, 16, 64, 4, 5, slices=4), Tile(16, whole, 16 if wide else 64, 8, 1))
+    if slots <= 256:
         gate = Tile(64, whole, 32 if wide else 64, 8, 1) if memory >= LARGE_MEMORY else Tile(32, whole, 16, 4, 1)
         return ForwardConfig("reduced", 16, Tile(64, 64, 64, 4, 4), gate)
-    return ForwardConfig("library", 8, Tile(128, 128, 64, 8, 3))
+    # 128 programs for the features of 512 slots, and of 1024
+    splits = 16 if slots <= 512 else 8
+    return ForwardConfig("library", splits, Tile(128, 128, 64, 8, 3), dependent=False)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -105,6 +114,13 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.float() @ b.float()
 
 
+def _compiled_for(config: ForwardConfig | str, hidden_states: torch.Tensor, feature_weight: torch.Tensor) -> tuple:
+    """What decides which kernels a call needs, and in which versions."""
+    N, B, d = hidden_states.shape
+    r = feature_weight.shape[0]
+    return config, N * B % 16 == 0, B, d, r, hidden_states.dtype, feature_weight.dtype
+
+
 def _feature_parts(hidden_states, norm_weight, feature_weight, config) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches `feature_fwd_kernel`. Returns the parts `[splits, N B, r]` and their squares `[splits, N B]`, both fp32."""
     N, B, d = hidden_states.shape
@@ -115,25 +131,27 @@ def _feature_parts(hidden_states, norm_weight, feature_weight, config) -> tuple[
     splits = cdiv(d, chunk)
     values = torch.empty((splits, M, r), dtype=torch.float32, device=hidden_states.device)
     squares = torch.empty((splits, M), dtype=torch.float32, device=hidden_states.device)
-    feature_fwd_kernel[(cdiv(r, tile.rank), cdiv(M, tile.slots), splits)](
+    launch(
+        feature_fwd_kernel, (cdiv(r, tile.rank), cdiv(M, tile.slots), splits),
         hidden_states, norm_weight, feature_weight, values, squares, M, B, d, r, chunk,
         hidden_states.stride(0), hidden_states.stride(1),
         SCALE=operand_scale(feature_weight.dtype), SLICES=tile.slices, **tile.blocks(),
-        **launch_options(hidden_states, tile.num_warps, tile.num_stages),
+        **launch_options(hidden_states, tile.num_warps, tile.num_stages, config.dependent),
     )  # fmt: skip
     return values, squares
 
 
-def _normalise(hidden_states, anchor_features, values, squares, features, pair, stats, eps) -> None:
+def _normalise(hidden_states, anchor_features, values, squares, features, pair, stats, eps, dependent) -> None:
     """Launches `normalise_fwd_kernel`; without `squares` it sums those of the residual stream itself."""
     N, B, d = hidden_states.shape
     splits, M, r = values.shape
     block_m = 1 if M <= 512 else 4
-    normalise_fwd_kernel[(cdiv(M, block_m),)](
+    launch(
+        normalise_fwd_kernel, (cdiv(M, block_m),),
         values, squares, hidden_states, anchor_features, features, pair, stats,
         M, B, d, r, eps, hidden_states.stride(0), hidden_states.stride(1), anchor_features.stride(0),
         SPLITS=splits, BLOCK_M=block_m, BLOCK_R=max(next_power_of_2(r), 16),
-        BLOCK_D=min(1024, max(next_power_of_2(d), 16)), **launch_options(hidden_states, 4),
+        BLOCK_D=min(1024, max(next_power_of_2(d), 16)), **launch_options(hidden_states, 4, dependent=dependent),
     )  # fmt: skip
 
 
@@ -151,6 +169,9 @@ def fused_fwd(
     N, B, d = hidden_states.shape
     M, r = N * B, feature_weight.shape[0]
     config = forward_config(M, r, feature_weight.dtype.itemsize, shared_memory(hidden_states))
+    weights = (norm_weight, feature_weight, gate_weight, gate_bias, write_weight)
+    key = _compiled_for(config, hidden_states, feature_weight)
+    compile_together(key, fused_fwd, hidden_states, anchor_features, *weights, eps)
     out = torch.empty((N, B, d), dtype=hidden_states.dtype, device=hidden_states.device)
     features = torch.empty((N, B, r), dtype=hidden_states.dtype, device=hidden_states.device)
     tile = config.gate
@@ -160,12 +181,14 @@ def fused_fwd(
         values, squares = _feature_parts(hidden_states, norm_weight, feature_weight, config)
         splits = values.shape[0]
         if config.mode == "reduced":
-            _normalise(hidden_states, anchor_features, values, squares, features, None, None, eps)
+            _normalise(hidden_states, anchor_features, values, squares, features, None, None, eps, config.dependent)
             splits = 0
-        injection_fwd_kernel[(cdiv(d, tile.channels), cdiv(M, tile.slots - halo))](
+        launch(
+            injection_fwd_kernel, (cdiv(d, tile.channels), cdiv(M, tile.slots - halo)),
             hidden_states, anchor_features, values, squares, gate_weight, gate_bias, write_weight, out, features,
             M, B, d, r, eps, hidden_states.stride(0), hidden_states.stride(1), anchor_features.stride(0),
-            SPLITS=splits, HALO=halo, **tile.blocks(), **launch_options(hidden_states, tile.num_warps, tile.num_stages),
+            SPLITS=splits, HALO=halo, **tile.blocks(),
+            **launch_options(hidden_states, tile.num_warps, tile.num_stages, config.dependent),
         )  # fmt: skip
     return out, features
 
@@ -186,6 +209,9 @@ def library_fwd(
     M, r = N * B, feature_weight.shape[0]
     dot_dtype, device = feature_weight.dtype, hidden_states.device
     config = forward_config(M, r, dot_dtype.itemsize)
+    weights = (norm_weight, feature_weight, gate_weight, gate_bias, write_weight)
+    key = _compiled_for(config, hidden_states, feature_weight)
+    compile_together(key, library_fwd, hidden_states, anchor_features, *weights, eps)
     out = torch.empty((N, B, d), dtype=hidden_states.dtype, device=device)
     features = torch.empty((N, B, r), dtype=hidden_states.dtype, device=device)
     stats = torch.empty((2, M), dtype=torch.float32, device=device)
@@ -198,13 +224,14 @@ def library_fwd(
             values, squares = _product(hidden_states.reshape(M, d).to(dot_dtype), folded.t())[None], None
         else:
             values, squares = _feature_parts(hidden_states, norm_weight, feature_weight, config)
-        _normalise(hidden_states, anchor_features, values, squares, features, pair, stats, eps)
+        _normalise(hidden_states, anchor_features, values, squares, features, pair, stats, eps, config.dependent)
         torch.mm(pair, gate_weight.t(), out=products[0])
         torch.mm(pair[:, r:], write_weight.t(), out=products[1])
         block_m, block_d = 8, 512
-        write_fwd_kernel[(cdiv(d, block_d), cdiv(M, block_m))](
+        launch(
+            write_fwd_kernel, (cdiv(d, block_d), cdiv(M, block_m)),
             hidden_states, products, gate_bias, out, M, B, d, hidden_states.stride(0), hidden_states.stride(1),
-            BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4),
+            BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4, dependent=config.dependent),
         )  # fmt: skip
     return out, features, stats, pair, products
 
@@ -228,6 +255,11 @@ def library_bwd(
     N, B, d = hidden_states.shape
     M, r = N * B, feature_weight.shape[0]
     dot_dtype, device = feature_weight.dtype, hidden_states.device
+    compile_together(
+        _compiled_for("backward", hidden_states, feature_weight), library_bwd,
+        grad_out, grad_features, hidden_states, pair, products, stats, anchor_dtype,
+        norm_weight, feature_weight, gate_weight, gate_bias, write_weight, eps,
+    )  # fmt: skip
     strides = (hidden_states.stride(0), hidden_states.stride(1))
     grad_out = grad_out.contiguous().view(M, d)
     grad_products = torch.empty_like(products)
@@ -235,9 +267,10 @@ def library_bwd(
     tiles = cdiv(M, block_m * steps)
     grad_bias = torch.empty((tiles, d), dtype=torch.float32, device=device)
     with on_device(hidden_states):
-        products_bwd_kernel[(cdiv(d, block_d), tiles)](
+        launch(
+            products_bwd_kernel, (cdiv(d, block_d), tiles),
             grad_out, products, gate_bias, grad_products, grad_bias, M, B, d,
-            STEPS=steps, BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4),
+            STEPS=steps, BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4, dependent=False),
         )  # fmt: skip
     grad_gate, grad_write = grad_products
     grad_pair = grad_gate @ gate_weight
@@ -250,10 +283,11 @@ def library_bwd(
     grad_y, grad_y_scaled = torch.empty((2, M, r), dtype=dot_dtype, device=device)
     radial = torch.empty((M,), dtype=torch.float32, device=device)
     with on_device(hidden_states):
-        feature_bwd_kernel[(cdiv(M, 8),)](
+        launch(
+            feature_bwd_kernel, (cdiv(M, 8),),
             grad_pair, grad_pair[:, r:], grad_written, grad_features.contiguous(), pair, stats,
             grad_anchor, grad_y, grad_y_scaled, radial, M, B, d, r, eps, grad_pair.stride(0), pair.stride(0),
-            BLOCK_M=8, BLOCK_R=max(next_power_of_2(r), 16), **launch_options(hidden_states, 4),
+            BLOCK_M=8, BLOCK_R=max(next_power_of_2(r), 16), **launch_options(hidden_states, 4, dependent=False),
         )  # fmt: skip
     # the norm weight scales columns of h before P, so one product over the slots gives the gradients of both
     grad_scaled = _product(grad_y_scaled.t(), hidden_states.reshape(M, d).to(dot_dtype))
@@ -263,9 +297,10 @@ def library_bwd(
     grad_hidden = torch.empty((N, B, d), dtype=hidden_states.dtype, device=device)
     block_m, block_d = 8, 512
     with on_device(hidden_states):
-        residual_bwd_kernel[(cdiv(d, block_d), cdiv(M, block_m))](
+        launch(
+            residual_bwd_kernel, (cdiv(d, block_d), cdiv(M, block_m)),
             hidden_states, norm_weight, grad_out, grad_y @ feature_weight, stats, radial, grad_hidden,
-            M, B, d, *strides, BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4),
+            M, B, d, *strides, BLOCK_M=block_m, BLOCK_D=block_d, **launch_options(hidden_states, 4, dependent=False),
         )  # fmt: skip
     return (
         grad_hidden,
@@ -367,20 +402,42 @@ def _library_setup_context(ctx, inputs, output):
     ctx.save_for_backward(hidden_states, pair, products, stats, *weights)
 
 
-def _library_autograd(ctx, grad_out, grad_features, *unused):
+def _grads(backward, ctx, grad_out, grad_features):
     hidden_states, pair, products, stats, *weights = ctx.saved_tensors
     if grad_out is None:
         grad_out = hidden_states.new_zeros(hidden_states.shape)
     if grad_features is None:
         shape, dtype = ctx.features_like
         grad_features = hidden_states.new_zeros(shape, dtype=dtype)
-    grads = _library_backward(
+    grads = backward(
         grad_out, grad_features, hidden_states, pair, products, stats, ctx.anchor_dtype, *weights, ctx.eps
     )
     return (*grads, None)
 
 
+def _library_autograd(ctx, grad_out, grad_features, *unused):
+    return _grads(_library_backward, ctx, grad_out, grad_features)
+
+
 _library.register_autograd(_library_autograd, setup_context=_library_setup_context)
+
+
+class _EagerLibrary(torch.autograd.Function):
+    """`_library` for eager calls, without the custom operator."""
+
+    @staticmethod
+    def forward(*args):
+        return library_fwd(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _library_setup_context(ctx, inputs, output)
+        ctx.mark_non_differentiable(*output[2:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, grad_features, *unused):
+        return _grads(library_bwd, ctx, grad_out, grad_features)
 
 
 def gated_adjacent_injection(
@@ -417,7 +474,9 @@ def gated_adjacent_injection(
         write_weight.to(dtype).contiguous(),
     )
     slots = hidden_states.shape[0] * hidden_states.shape[1]
-    plain = is_plain(*arguments)
-    if needs_gradients(*arguments) or forward_config(slots, feature_weight.shape[0], dtype.itemsize).mode == "library":
-        return (library_fwd if plain else _library)(*arguments, eps)[:2]
-    return (fused_fwd if plain else _fused)(*arguments, eps)
+    eager = is_eager(*arguments)
+    if needs_gradients(*arguments):
+        return (_EagerLibrary.apply if eager else _library)(*arguments, eps)[:2]
+    if forward_config(slots, feature_weight.shape[0], dtype.itemsize).mode == "library":
+        return (library_fwd if eager else _library)(*arguments, eps)[:2]
+    return (fused_fwd if eager else _fused)(*arguments, eps)

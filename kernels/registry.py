@@ -142,7 +142,7 @@ def check_transition_cache(
     return _rank_reason(features.shape[-1]) or _dtype_reason(hidden_states, gate_weight, write_weight)
 
 
-def check_walk_transition_cache(scores, candidates, temperature=None, uniforms=None, lookahead=False) -> str | None:
+def check_walk_transition_cache(scores, candidates, temperature=None, uniforms=None) -> str | None:
     reason = _device_reason(scores, candidates) or _gradient_reason(scores)
     if reason is not None:
         return reason

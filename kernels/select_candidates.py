@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, is_plain, launch_options, next_power_of_2, on_device
+from .launch import cdiv, compile_together, is_plain, launch, launch_options, next_power_of_2, on_device
 
 
 @triton.jit
@@ -56,7 +56,6 @@ def chunk_maximum_fwd_kernel(
     stride_t,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pid_c, row = tl.program_id(0), tl.program_id(1)
@@ -64,11 +63,10 @@ def chunk_maximum_fwd_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     base = logits + (row // T).to(tl.int64) * stride_n + (row % T).to(tl.int64) * stride_t
-    for tile in tl.range(0, TILES, num_stages=3 if TILES > 1 else 1):
-        offs_c = (pid_c * TILES + tile) * BLOCK_C + tl.arange(0, BLOCK_C)
-        offs_v = offs_c[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        b_x = tl.load(base + offs_v, mask=offs_v < V, other=float("-inf")).to(tl.float32)
-        tl.store(maxima + row.to(tl.int64) * C + offs_c, tl.max(b_x, axis=1), mask=offs_c < C)
+    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_v = offs_c[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    b_x = tl.load(base + offs_v, mask=offs_v < V, other=float("-inf")).to(tl.float32)
+    tl.store(maxima + row.to(tl.int64) * C + offs_c, tl.max(b_x, axis=1), mask=offs_c < C)
 
 
 @triton.jit
@@ -114,9 +112,9 @@ def select_candidates_fwd_kernel(
     tl.store(tokens + at, key_index(best).to(tl.int64), mask=offs_k < K)
 
 
-def tiles_per_program(rows: int, tiles: int) -> int:
-    """How many of a row's tiles of 8 kB one program streams: one where programs are few, several where starting them would show."""
-    return 1 if rows * tiles < 16384 else 8
+def launches_dependently(rows: int) -> bool:
+    """Whether the two kernels are launched dependently, see `launch_options`: with few rows it costs 1.5 us of 16, else it saves 1 us."""
+    return rows > 64
 
 
 def select_candidates_fwd(logits: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,19 +124,25 @@ def select_candidates_fwd(logits: torch.Tensor, num_candidates: int) -> tuple[to
     chunk = 128 if V <= 128 * 2048 else 512
     chunks = cdiv(V, chunk)
     block_c = min(4096 // chunk, next_power_of_2(chunks))
-    tiles = tiles_per_program(N * T, cdiv(chunks, block_c))
+    dependent = launches_dependently(N * T)
+    key = ("select_candidates", dependent, T, V, num_candidates, logits.dtype)
+    compile_together(key, select_candidates_fwd, logits, num_candidates)
     maxima = torch.empty((N * T, chunks), dtype=torch.float32, device=logits.device)
     values = torch.empty((N, T, num_candidates), dtype=logits.dtype, device=logits.device)
     tokens = torch.empty((N, T, num_candidates), dtype=torch.int64, device=logits.device)
     strides = (logits.stride(0), logits.stride(1))
     with on_device(logits):
-        chunk_maximum_fwd_kernel[(cdiv(chunks, block_c * tiles), N * T)](
+        # one tile of 8 kB a program: several per program, in a loop, came out slower for 15 to 960 rows
+        launch(
+            chunk_maximum_fwd_kernel, (cdiv(chunks, block_c), N * T),
             logits, maxima, T, V, chunks, *strides,
-            CHUNK=chunk, BLOCK_C=block_c, TILES=tiles, **launch_options(logits, 4),
+            CHUNK=chunk, BLOCK_C=block_c, **launch_options(logits, 4, dependent=dependent),
         )  # fmt: skip
-        select_candidates_fwd_kernel[(N * T,)](
+        launch(
+            select_candidates_fwd_kernel, (N * T,),
             logits, maxima, values, tokens, T, V, chunks, num_candidates, *strides,
-            CHUNK=chunk, BLOCK_C=next_power_of_2(chunks), BLOCK_K=next_power_of_2(num_candidates), **launch_options(logits, 4),
+            CHUNK=chunk, BLOCK_C=next_power_of_2(chunks), BLOCK_K=next_power_of_2(num_candidates),
+            **launch_options(logits, 4, dependent=dependent),
         )  # fmt: skip
     return values, tokens
 

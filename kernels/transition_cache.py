@@ -17,8 +17,10 @@ import triton.language as tl
 from .launch import (
     LARGE_MEMORY,
     cdiv,
+    compile_together,
     compute_dtype,
     is_plain,
+    launch,
     launch_options,
     next_power_of_2,
     on_device,
@@ -265,11 +267,12 @@ def transition_config(
     bytes of shared memory.
 
     Every program reads all of `U` and half of `G`, so tiles of 128 rows keep the traffic from the second-level cache (about 0.5 GB
-    at 960 slots) below the time of the products; 64 rows serve where there are too few slots to fill the chip.
+    at 960 slots) below the time of the products; 64 rows serve where there are too few slots to fill the chip. With tiles of 128
+    rows, steps of 32 channels and one stage more are 8 % faster than steps of 64.
     """
     block_k = max(next_power_of_2(candidates), 16)
     block_r = max(next_power_of_2(rank), 16)
-    rows, block_d, num_warps, num_stages = (64, 64, 4, 2) if slots <= 64 else (128, 64, 8, 2)
+    rows, block_d, num_warps, num_stages = (64, 64, 4, 2) if slots <= 64 else (128, 32, 8, 3)
     if itemsize == 4:
         rows, block_d, block_r, num_warps, num_stages = 32, 32, 32, 4, 2
     elif block_r > 256 or memory < LARGE_MEMORY:
@@ -291,6 +294,12 @@ def transition_cache_fwd(
     K, r, M = candidates.shape[-1], features.shape[-1], N * T
     dtype = gate_weight.dtype
     config = transition_config(M, K, d, r, dtype.itemsize, shared_memory(hidden_states))
+    dtypes = (hidden_states.dtype, dtype, transfer_table.dtype, head_weight.dtype)
+    compile_together(
+        (config, M % 16 == 0, M == 1, T, K, d, r, dtypes), transition_cache_fwd,
+        hidden_states, features, anchor_features, candidates, transfer_table, head_weight,
+        norm_weight, gate_weight, gate_bias, write_weight, eps,
+    )  # fmt: skip
     device = hidden_states.device
     block_k, block_d = max(next_power_of_2(K), 16), config.block_d
     chunk = cdiv(cdiv(d, config.splits), block_d) * block_d
@@ -306,11 +315,13 @@ def transition_cache_fwd(
     aligned = r % 8 == 0 and anchor_features.stride(0) % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in chosen_from)
     with on_device(hidden_states):
         own_m, own_d = (16, 32) if M <= 128 else (64, 64)
-        own_gate_fwd_kernel[(cdiv(d, own_d), cdiv(M, own_m))](
+        launch(
+            own_gate_fwd_kernel, (cdiv(d, own_d), cdiv(M, own_m)),
             features, gate_weight, gate_bias, own, M, T, d, r, features.stride(0), features.stride(1),
             BLOCK_M=own_m, BLOCK_R=64, BLOCK_D=own_d, **launch_options(hidden_states, 4, 4 // (dtype.itemsize // 2)),
         )  # fmt: skip
-        transition_cache_fwd_kernel[(splits, cdiv(M, config.block_s))](
+        launch(
+            transition_cache_fwd_kernel, (splits, cdiv(M, config.block_s)),
             hidden_states, own, anchor_features, candidates, transfer_table, head_weight, norm_weight, gate_weight, write_weight,
             parts, squares, M, T, K, d, r, chunk, eps,
             hidden_states.stride(0), hidden_states.stride(1), anchor_features.stride(0),
@@ -319,9 +330,10 @@ def transition_cache_fwd(
             **launch_options(hidden_states, config.num_warps, config.num_stages),
         )  # fmt: skip
         if splits > 1:
-            transition_parts_fwd_kernel[(M,)](
-                parts, squares, scores, M, K, d, splits, eps, BLOCK_K=block_k, **launch_options(hidden_states, 4)
-            )
+            launch(
+                transition_parts_fwd_kernel, (M,),
+                parts, squares, scores, M, K, d, splits, eps, BLOCK_K=block_k, **launch_options(hidden_states, 4),
+            )  # fmt: skip
     return scores
 
 

@@ -1,8 +1,7 @@
 """The serial walk through a block's transition cache, one launch and one program per block.
 
 Which successor every candidate would choose does not depend on the walk, so it is computed for several slots at once. What remains
-serial is one look-up per slot among values already on chip. With `lookahead` a greedy row first runs backwards through its slots, to
-learn how many accepted tokens every candidate promises after it.
+serial is one look-up per slot among values already on chip.
 """
 
 import torch
@@ -18,7 +17,6 @@ def walk_transition_cache_fwd_kernel(
     candidates,  # [N, T, K] int64
     temperature,  # [N] or None
     uniforms,  # [N, T] or None
-    promises,  # [N, T, K] fp32 or None, written and read here: with lookahead, tokens expected after every candidate
     tokens,  # [N, T] int64
     probs,  # [N, T, K] fp32
     T,
@@ -43,20 +41,6 @@ def walk_transition_cache_fwd_kernel(
         is_sampled = b_temperature > 0
         scale = tl.where(is_sampled, b_temperature, 1.0)
 
-    if promises is not None:
-        b_promise = tl.zeros((BLOCK_K,), dtype=tl.float32)
-        for back in range(1, T + 1):
-            at_slot = n * T + T - back
-            tl.store(promises + at_slot * K + offs_k, b_promise, mask=in_k)
-            at_pair = scores + at_slot * K * K + offs_k[:, None] * K + offs_k[None, :]
-            b_p = tl.load(at_pair, mask=in_k[:, None] & in_k[None, :], other=float("-inf")).to(tl.float32)
-            b_p = tl.where(in_k[:, None], b_p, 0.0)
-            b_p = tl.exp(b_p - tl.max(b_p, axis=1)[:, None])
-            b_p = b_p / tl.sum(b_p, axis=1)[:, None]
-            b_promise = tl.max(b_p * (1.0 + b_promise)[None, :], axis=1)
-        # other threads than those that stored a promise will load it
-        tl.debug_barrier()
-
     at = 0
     for first in range(0, T, SLOTS):
         # every (slot, predecessor) of this group of slots is a row
@@ -68,17 +52,11 @@ def walk_transition_cache_fwd_kernel(
             tl.float32
         )
         b_s = tl.where(in_row[:, None], b_s, 0.0)
-        if SAMPLED or promises is not None:
-            b_p = tl.exp(b_s / scale - tl.max(b_s / scale, axis=1)[:, None])
-            b_p = b_p / tl.sum(b_p, axis=1)[:, None]
-        if promises is not None:
-            at_promise = promises + (n * T + row_slot)[:, None] * K + offs_k[None, :]
-            b_promises = tl.load(at_promise, mask=in_row[:, None] & in_k[None, :], other=0.0)
-            chosen = tl.argmax(tl.where(in_k[None, :], b_p * (1.0 + b_promises), -1.0), axis=1)
-        else:
-            chosen = tl.argmax(b_s, axis=1)
+        chosen = tl.argmax(b_s, axis=1)
         if SAMPLED:
             b_u = tl.load(uniforms + n * T + row_slot, mask=in_row, other=0.0).to(tl.float32)
+            b_p = tl.exp(b_s / scale - tl.max(b_s / scale, axis=1)[:, None])
+            b_p = b_p / tl.sum(b_p, axis=1)[:, None]
             below = (tl.cumsum(b_p, axis=1) <= b_u[:, None]) & in_k[None, :]
             drawn = tl.sum(below.to(tl.int32), axis=1)
             # rounding may leave the last cumulative sum below a uniform near one: never draw a candidate of probability zero
@@ -107,9 +85,7 @@ def walk_transition_cache_fwd_kernel(
         tl.store(probs + (n * T + slot)[:, None] * K + offs_k[None, :], b_q, mask=inside)
 
 
-def walk_transition_cache_fwd(
-    scores, candidates, temperature, uniforms, lookahead
-) -> tuple[torch.Tensor, torch.Tensor]:
+def walk_transition_cache_fwd(scores, candidates, temperature, uniforms) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches the kernel, see `walk_transition_cache`."""
     N, T, K, _ = scores.shape
     block_k = next_power_of_2(K)
@@ -117,12 +93,11 @@ def walk_transition_cache_fwd(
     slots = min(next_power_of_2(T), max(1, 8192 // block_k**2))
     tokens = torch.empty((N, T), dtype=torch.int64, device=scores.device)
     probs = torch.empty((N, T, K), dtype=torch.float32, device=scores.device)
-    promises = torch.empty_like(probs) if lookahead else None
     if temperature is not None:
         temperature, uniforms = temperature.contiguous(), uniforms.contiguous()
     with on_device(scores):
         walk_transition_cache_fwd_kernel[(N,)](
-            scores, candidates, temperature, uniforms, promises, tokens, probs, T, K,
+            scores, candidates, temperature, uniforms, tokens, probs, T, K,
             SAMPLED=temperature is not None, SLOTS=slots, BLOCK_K=block_k, **launch_options(scores, 4),
         )  # fmt: skip
     return tokens, probs
@@ -130,17 +105,13 @@ def walk_transition_cache_fwd(
 
 @torch.library.custom_op("dspine::walk_transition_cache", mutates_args=())
 def _walk_transition_cache(
-    scores: torch.Tensor,
-    candidates: torch.Tensor,
-    temperature: torch.Tensor | None,
-    uniforms: torch.Tensor | None,
-    lookahead: bool,
+    scores: torch.Tensor, candidates: torch.Tensor, temperature: torch.Tensor | None, uniforms: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return walk_transition_cache_fwd(scores, candidates, temperature, uniforms, lookahead)
+    return walk_transition_cache_fwd(scores, candidates, temperature, uniforms)
 
 
 @_walk_transition_cache.register_fake
-def _(scores, candidates, temperature, uniforms, lookahead):
+def _(scores, candidates, temperature, uniforms):
     return candidates.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:3], dtype=torch.float32)
 
 
@@ -149,20 +120,15 @@ def walk_transition_cache(
     candidates: torch.Tensor,  # [N, T, K] int64
     temperature: torch.Tensor | None = None,  # [N], 0 means greedy; None: all greedy
     uniforms: torch.Tensor | None = None,  # [N, T] in [0, 1)
-    lookahead: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The serial walk of T look-ups: every slot's token given the token just chosen for the slot before it.
 
     A greedy row takes the best candidate (the first of equals). A sampled row inverts the distribution function of
     `softmax(scores / temperature)` over its K candidates at the given uniform. Scores must not be NaN, and not -inf for all K.
 
-    With `lookahead` a greedy row takes the path that promises the most accepted tokens, if a candidate `b` after `a` in slot `k` is
-    right with probability `p_k(b|a)`, the softmax of the scores over the K candidates: `argmax_b p_k(b|a) (1 + V_{k+1}(b))` with
-    `V_k(a) = max_b p_k(b|a) (1 + V_{k+1}(b))` and nothing after the last slot. Sampled rows do not change.
-
     Returns:
         tokens `[N, T]` (int64) and the probabilities they were drawn from, `q` `[N, T, K]` in fp32 (one-hot in greedy rows).
     """
     if is_plain(scores, candidates):
-        return walk_transition_cache_fwd(scores, candidates, temperature, uniforms, lookahead)
-    return _walk_transition_cache(scores, candidates, temperature, uniforms, lookahead)
+        return walk_transition_cache_fwd(scores, candidates, temperature, uniforms)
+    return _walk_transition_cache(scores, candidates, temperature, uniforms)

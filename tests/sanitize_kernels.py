@@ -80,7 +80,6 @@ def choose(N, T, d, r, K, V, dtype=LOW):
     for sampling in ((None, None), (temperature, uniforms)):
         tokens, _ = walk_transition_cache.walk_transition_cache(scores, candidates, *sampling)
         assert torch.equal(tokens, reference.walk_transition_cache(scores, candidates, *sampling)[0])
-        walk_transition_cache.walk_transition_cache(scores, candidates, *sampling, lookahead=True)
     return [(scores, reference.transition_cache(*arguments))]
 
 

@@ -6,12 +6,13 @@ serving, `torch.compile` and CUDA graphs.
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from kernel_testing import DEVICE, DTYPES, assert_no_worse, poisoned_empty, upcast
 
-from dspine.kernels import injection
+from dspine.kernels import injection, launch
 from dspine.kernels.injection import ForwardConfig, Tile
 from dspine.kernels.registry import check_gated_adjacent_injection
 from dspine.modeling_dspine.reference_dspine import gated_adjacent_injection as reference
@@ -109,7 +110,7 @@ def test_values_and_gradients(mode, N, B, d, r, dtype):
     compare(make_inputs(N, B, d, r, dtype), gradients=mode.startswith("library"))
 
 
-@pytest.mark.parametrize("slots, itemsize", [(16, 2), (16, 4), (128, 2), (528, 2), (80, 4)])
+@pytest.mark.parametrize("slots, itemsize", [(16, 2), (16, 4), (128, 2), (272, 2), (528, 2), (80, 4)])
 def test_the_tiles_of_real_shapes(slots, itemsize):
     d, r = (80, 24) if slots <= 128 else (40, 12)
     compare(make_inputs(slots // 16, 16, d, r, {2: torch.float16, 4: torch.float32}[itemsize]))
@@ -249,6 +250,7 @@ LARGE = [
     for shape in [
         (1, 16, 4096, 256),
         (8, 16, 4096, 256),
+        (32, 16, 4096, 256),
         (64, 16, 4096, 256),
         (300, 16, 2560, 256),
         (5, 16, 576, 128),
@@ -264,6 +266,31 @@ LARGE = [
 def test_real_shapes_on_a_gpu(N, B, d, r, dtype):
     first = compare(make_inputs(N, B, d, r, dtype))
     for a, b in zip(compare(make_inputs(N, B, d, r, dtype)), first):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_the_first_call_of_a_shape_class_compiles_in_threads(monkeypatch):
+    compiled, original = [], launch._compile
+
+    def record(device, kernel, *args):
+        compiled.append((kernel.fn.__name__, threading.current_thread() is threading.main_thread()))
+        original(device, kernel, *args)
+
+    monkeypatch.setattr(launch, "_compiled_classes", set())
+    monkeypatch.setattr(launch, "_compile", record)
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(3, 16, 192, 48, torch.bfloat16)]
+
+    def function():
+        out, features = injection.gated_adjacent_injection(*inputs, EPS)
+        return [out, features, *torch.autograd.grad(out.float().sum() + features.float().sum(), inputs)]
+
+    first, second = function(), function()
+    names = {"feature_fwd_kernel", "normalise_fwd_kernel", "write_fwd_kernel"}
+    names |= {"products_bwd_kernel", "feature_bwd_kernel", "residual_bwd_kernel"}
+    # every kernel once, and none in the thread that launches
+    assert sorted(compiled) == sorted((name, False) for name in names)
+    for a, b in zip(first, second):
         assert torch.equal(a, b)
 
 
