@@ -3,121 +3,193 @@
     python examples/serve_sglang.py --target TARGET --drafter DRAFTER --keep &
     python examples/benchmark_sglang.py --target TARGET --concurrency 1 8 32 64 --output dspine.json
 
-The same number of requests is in flight all the time: a worker per slot sends its next one when the last is answered. Prompts come
-from `--prompts`, a folder of `*.jsonl` files with `{"turns": [text, ...]}` lines, one file after the other in turn; without it three
-built-in ones are repeated. `--keep-tokens` stores prompts and outputs as token ids, to compare two servers' texts with
-`--compare-with other.json`.
+At each concurrency that many requests are kept in flight for `--warm-up` and then `--seconds` more, over the prompts again and again;
+what is counted falls into the latter, requests that lie across its borders by their share. Prompts are sent as token ids, and once
+before everything, so that the server's prefix cache holds them all and every level measures decoding alike.
+
+A server without a captured prefill (`--disable-prefill-cuda-graph`) spends milliseconds of host time on every prefill, however
+short, and does not decode meanwhile. With a small target that is most of the time if every freed slot is filled at once: answers of
+fifty rounds at 64 in flight free one in every round. So slots are filled `--burst` at a time (an eighth of the concurrency unless
+given), which share a prefill; `in_flight` reports how many requests there were on average. `one_token_seconds` is what a request
+for a single token takes alone: prefill and transport.
+
+Prompts come from `--prompts`, a folder of `*.jsonl` files with `{"turns": [text, ...]}` lines, one file after the other in turn;
+without it three built-in ones are repeated. Several servers (`--server plain=http://... dspine=http://...`) are measured in turn at
+each concurrency, so that they meet the same machine.
 """
 
 import argparse
+import asyncio
+import itertools
 import json
 import platform
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 
-from serve_sglang import QUESTIONS, accepted_length, request
+from serve_sglang import QUESTIONS, accepted_length
+from sglang_client import Client
 
 
 def load_prompts(folder: Path | None, count: int) -> list[str]:
-    """`count` prompts, one from each file in turn, from the start again when they run out."""
+    """Up to `count` different prompts, one from each file in turn."""
     if folder is None:
-        return [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
-    files = [[json.loads(line)["turns"][0] for line in path.open()] for path in sorted(folder.glob("*.jsonl"))]
+        return QUESTIONS[:count]
+    # not `splitlines`, which also splits at separators that JSON allows inside a string
+    files = [
+        [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        for path in sorted(folder.glob("*.jsonl"))
+    ]
     if not files:
         raise ValueError(f"--prompts must be a folder with *.jsonl files, found none in {folder}")
-    return [files[i % len(files)][i // len(files) % len(files[i % len(files)])] for i in range(count)]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*files))
+    return list(itertools.islice((text for text in turns if text is not None), count))
 
 
-def run(url: str, prompts: list[list[int]], sampling: dict, concurrency: int) -> tuple[list[dict], float]:
-    """Sends every prompt (token ids), `concurrency` at a time.
+async def keep_busy(
+    client: Client, prompts: list[list[int]], sampling: dict, concurrency: int, burst: int, seconds: float
+) -> list[dict]:
+    """Keeps `concurrency` requests in flight for `seconds`, over the prompts (token ids) again and again, then awaits the last ones.
+
+    Free slots are filled when there are `burst` of them. Ends early once more requests have failed than there are slots.
 
     Returns:
-        Per prompt the server's answer with `latency` in seconds, or `{"error": text}`; and the seconds that all of it took.
+        Per request `sent` and `answered` in seconds since the start, and `meta` of the answer or `error`; in order of their ends.
     """
-    answers: list[dict] = [{} for _ in prompts]
-    order, lock = iter(range(len(prompts))), threading.Lock()
+    answers, running, order, began = [], set(), itertools.cycle(prompts), time.perf_counter()
+    failed = 0
 
-    def work():
-        while True:
-            with lock:
-                i = next(order, None)
-            if i is None:
-                return
-            start = time.monotonic()
-            try:
-                answers[i] = request(f"{url}/generate", {"input_ids": prompts[i], "sampling_params": sampling})
-            except (OSError, RuntimeError) as error:
-                answers[i] = {"error": str(error)}
-            answers[i]["latency"] = time.monotonic() - start
+    async def ask(ids):
+        nonlocal failed
+        sent = time.perf_counter()
+        try:
+            answer = {"meta": (await client.generate(ids, sampling))["meta_info"]}
+        except (OSError, RuntimeError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+            failed += 1
+        answers.append(answer | {"sent": sent - began, "answered": time.perf_counter() - began})
 
-    workers = [threading.Thread(target=work) for _ in range(concurrency)]
-    start = time.monotonic()
-    [worker.start() for worker in workers]
-    [worker.join() for worker in workers]
-    return answers, time.monotonic() - start
+    while (left := seconds - (time.perf_counter() - began)) > 0 and failed <= concurrency:
+        free = concurrency - len(running)
+        if free >= burst:
+            running |= {asyncio.create_task(ask(next(order))) for _ in range(free)}
+        _, running = await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.gather(*running)
+    return answers
 
 
-def summarise(answers: list[dict], seconds: float) -> dict:
-    """Figures of one run. Accepted length is pooled (tokens / rounds) and the mean of the requests' own."""
+def summarise(answers: list[dict], begin: float, end: float) -> dict:
+    """Figures of the window from `begin` to `end`.
+
+    Tokens and rounds of a request count by the share of its time that lies in the window. Latency and accepted length are those of
+    requests that ended in it; accepted length is pooled (tokens / rounds) and the mean of the requests' own.
+    """
     good = [answer for answer in answers if "error" not in answer]
-    metas = [answer["meta_info"] for answer in good]
-    tokens = sum(meta["completion_tokens"] for meta in metas)
-    rounds = sum(meta.get("spec_verify_ct") or 0 for meta in metas)
-    lengths = [length for length in map(accepted_length, metas) if length is not None]
-    latencies = sorted(answer["latency"] for answer in good)
+    sums = {"tokens": 0.0, "rounds": 0.0, "busy": 0.0}
+    for answer in good:
+        overlap = min(answer["answered"], end) - max(answer["sent"], begin)
+        if overlap <= 0:
+            continue
+        share = overlap / (answer["answered"] - answer["sent"])
+        sums["tokens"] += share * answer["meta"]["completion_tokens"]
+        sums["rounds"] += share * (answer["meta"].get("spec_verify_ct") or 0)
+        sums["busy"] += overlap
+    ended = [answer for answer in good if begin <= answer["answered"] < end]
+    latencies = sorted(answer["answered"] - answer["sent"] for answer in ended)
+    seconds = end - begin
     figures = {
-        "requests": len(answers),
-        "errors": len(answers) - len(good),
         "seconds": seconds,
-        "output_tokens": tokens,
-        "tokens_per_second": tokens / seconds,
+        "requests": len(ended),
+        "errors": len(answers) - len(good),
+        "in_flight": sums["busy"] / seconds,
+        "tokens_per_second": sums["tokens"] / seconds,
+        "tokens_per_request": statistics.mean(a["meta"]["completion_tokens"] for a in ended) if ended else None,
         "latency_median": statistics.median(latencies) if latencies else None,
         "latency_p95": latencies[int(0.95 * (len(latencies) - 1))] if latencies else None,
-        "rounds": rounds,
     }
-    if rounds:
-        with_rounds = [meta for meta in metas if meta.get("spec_verify_ct")]
-        figures["accepted_length"] = sum(meta["completion_tokens"] - 1 for meta in with_rounds) / rounds
-        figures["accepted_length_per_request"] = statistics.mean(lengths)
+    drafted = [answer["meta"] for answer in ended if answer["meta"].get("spec_verify_ct")]
+    if drafted:
+        rounds = sum(meta["spec_verify_ct"] for meta in drafted)
+        figures["accepted_length"] = sum(meta["completion_tokens"] - 1 for meta in drafted) / rounds
+        figures["accepted_length_per_request"] = statistics.mean(map(accepted_length, drafted))
+        # of one slot, prefills of others included
+        figures["seconds_per_round"] = sums["busy"] / sums["rounds"]
     return figures
 
 
-def compare(runs: list[dict], others: list[dict]) -> list[dict]:
-    """For runs of equal concurrency with stored tokens: how many texts are equal, and where the others part."""
-    found = []
-    by_concurrency = {other["concurrency"]: other for other in others}
-    for one in runs:
-        other = by_concurrency.get(one["concurrency"])
-        if other is None or "tokens" not in one or "tokens" not in other:
-            continue
-        firsts = []
-        for a, b in zip(one["tokens"], other["tokens"]):
-            if a != b:
-                firsts.append(next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b))))
-        pairs = min(len(one["tokens"]), len(other["tokens"]))
-        found.append({"concurrency": one["concurrency"], "equal": pairs - len(firsts), "first_differences": firsts})
-    return found
+def named(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"must look like name=http://host:port, got {text!r}")
+    return name, value
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or Hub id; only its tokenizer is read")
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument(
+        "--server", type=named, nargs="+", default=[("server", "http://127.0.0.1:30000")], metavar="NAME=URL"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--requests", type=int, default=4, help="requests per slot of the concurrency")
+    parser.add_argument("--seconds", type=float, default=8.0, help="measured at each concurrency")
+    parser.add_argument("--warm-up", type=float, default=2.0, help="seconds before them")
+    parser.add_argument("--burst", type=int, help="slots filled at a time (default: an eighth of the concurrency)")
+    parser.add_argument("--num-prompts", type=int, default=210, help="different ones")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--max-prompt-tokens", type=int, default=1500)
+    parser.add_argument("--max-prompt-tokens", type=int, default=1024)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--keep-tokens", action="store_true")
-    parser.add_argument("--compare-with", type=Path, help="an earlier output with tokens")
     return parser.parse_args(argv)
+
+
+async def prepare(client: Client, prompts: list[list[int]], sampling: dict) -> dict:
+    """Fills the server's prefix cache; what the server says about itself and how long a request for one token takes."""
+    gate, sampling = asyncio.Semaphore(16), sampling | {"max_new_tokens": 1}
+
+    async def one_token(ids):
+        async with gate:
+            began = time.perf_counter()
+            await client.generate(ids, sampling)
+            return time.perf_counter() - began
+
+    await asyncio.gather(*map(one_token, prompts))
+    alone = statistics.median([await one_token(ids) for ids in prompts[:20]])
+    return {"facts": await server_facts(client), "one_token_seconds": alone, "runs": []}
+
+
+async def measure(args: argparse.Namespace, prompts: list[list[int]]) -> dict:
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens}
+    sampling["ignore_eos"] = args.ignore_eos
+    clients = {name: Client(url) for name, url in args.server}
+    servers = {name: await prepare(client, prompts, sampling) for name, client in clients.items()}
+    whole = args.warm_up + args.seconds
+    for concurrency in args.concurrency:
+        burst = min(concurrency, args.burst or max(1, concurrency // 8))
+        for name, client in clients.items():
+            answers = await keep_busy(client, prompts, sampling, concurrency, burst, whole)
+            figures = {"concurrency": concurrency, "burst": burst, **summarise(answers, args.warm_up, whole)}
+            print(name, json.dumps(figures), flush=True)
+            errors = sorted({answer["error"] for answer in answers if "error" in answer})
+            if errors:
+                figures["error_texts"] = errors[:5]
+            servers[name]["runs"].append(figures)
+    [client.close() for client in clients.values()]
+    return {"sampling": sampling, "prompts": len(prompts), "servers": servers}
+
+
+async def server_facts(client: Client) -> dict:
+    """What the server says about itself, as far as it concerns a measurement."""
+    try:
+        info = await client.json("/get_server_info") or {}
+    except (OSError, RuntimeError) as error:
+        return {"unknown": str(error)}
+    names = ("version", "model_path", "dtype", "tp_size", "attention_backend", "max_running_requests", "load_format")
+    names += ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_draft_tokens")
+    return {name: info[name] for name in names if name in info}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -125,54 +197,19 @@ def main(argv: list[str] | None = None) -> None:
 
     args = parse_arguments(argv)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    texts = load_prompts(args.prompts, max(args.concurrency) * args.requests)
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )[: args.max_prompt_tokens]
-        for text in texts
+        for text in load_prompts(args.prompts, args.num_prompts)
     ]
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens}
-    sampling["ignore_eos"] = args.ignore_eos
-    # a short round of every batch size first, so that nothing is compiled or loaded while the clock runs
-    run(args.url, prompts[: max(args.concurrency)], sampling | {"max_new_tokens": 8}, max(args.concurrency))
-    runs = []
-    for concurrency in args.concurrency:
-        chosen = prompts[: concurrency * args.requests]
-        answers, seconds = run(args.url, chosen, sampling, concurrency)
-        figures = {"concurrency": concurrency, **summarise(answers, seconds)}
-        print(json.dumps(figures), flush=True)
-        errors = sorted({answer["error"] for answer in answers if "error" in answer})
-        if errors:
-            figures["error_texts"] = errors[:5]
-        if args.keep_tokens:
-            figures |= {"prompts": chosen, "tokens": [answer.get("output_ids", []) for answer in answers]}
-        runs.append(figures)
-    result = {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "sampling": sampling,
-        "python": platform.python_version(),
-        "server": server_facts(args.url),
-        "runs": runs,
-    }
-    if args.compare_with:
-        result["comparison"] = compare(runs, json.loads(args.compare_with.read_text())["runs"])
-        print(json.dumps(result["comparison"]))
+    argv = sys.argv[1:] if argv is None else argv
+    result = {"command": [Path(sys.argv[0]).name, *argv], "python": platform.python_version()}
+    result |= asyncio.run(measure(args, prompts))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    if any(figures["errors"] for figures in runs):
+    if any(figures["errors"] for one in result["servers"].values() for figures in one["runs"]):
         sys.exit("some requests failed; see error_texts in the output")
-
-
-def server_facts(url: str) -> dict:
-    """What the server says about itself, as far as it concerns a measurement."""
-    try:
-        info = request(f"{url}/get_server_info", timeout=30) or {}
-    except (OSError, RuntimeError) as error:
-        return {"unknown": str(error)}
-    names = ("version", "model_path", "dtype", "tp_size", "attention_backend", "max_running_requests", "load_format")
-    names += ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_draft_tokens")
-    return {name: info[name] for name in names if name in info}
 
 
 if __name__ == "__main__":

@@ -5,15 +5,16 @@ The servers must be running (see `serve_sglang.py`); each check asks them over H
     prepare       checkpoints for the other checks: a DFlash drafter in SGLang's layout, padded heads, shapes with dummy weights
     parity        greedy texts of the benchmarks from every server, compared with the first server's
     hf            the same prompts with Transformers: are differences near-ties, is the accepted length the same
+    walk          the served texts again, teacher-forced through Transformers: the accepted length that each text must have had
     layers        draft passes stored by `record_sglang.py` against the drafter in Transformers, layer by layer
-    distribution  short sampled continuations of two servers under a two-sample chi-square test
-    rounds        time per verification round of servers at fixed concurrency, alternating between them
+    distribution  short sampled continuations of servers, compared with the first's by two-sample chi-square tests
+    rounds        time per verification round of servers at fixed concurrency, in short windows that alternate between them
     profile       where a round's GPU time goes, from a trace of SGLang's own profiler
 
     python examples/check_sglang.py parity --server plain=http://127.0.0.1:30000 dspine=http://127.0.0.1:31000 \
         --target TARGET --bench-dir bench/ --output parity.json
 
-`prepare`, `hf` and `layers` need this package's model and run without SGLang; the others need neither.
+`prepare`, `hf`, `walk` and `layers` need this package's model and run without SGLang; the others need neither.
 """
 
 import argparse
@@ -236,6 +237,65 @@ def hf(args) -> dict:
     return result
 
 
+def walked_against_served(served: list[dict], walked: list[list[int]]) -> dict:
+    """Rounds of the server (`rounds` of each answer) against those of the walk over the same texts (tokens committed by each)."""
+    pairs = [(one["tokens"], one["rounds"], len(rounds)) for one, rounds in zip(served, walked) if one["rounds"]]
+    kinds = {
+        "served": [{"tokens": tokens, "rounds": rounds} for tokens, rounds, _ in pairs],
+        "walked": [{"tokens": tokens, "rounds": rounds} for tokens, _, rounds in pairs],
+    }
+    figures = {name: lengths_of(texts) for name, texts in kinds.items()}
+    if not pairs:
+        return figures
+    keys = ("accepted_length", "accepted_length_per_request")
+    figures["served_over_walked"] = {key: figures["served"][key] / figures["walked"][key] for key in keys}
+    differences = Counter(rounds - other for _, rounds, other in pairs)
+    figures["equal_rounds"] = differences[0] / len(pairs)
+    figures["more_rounds_served"] = {str(more): count for more, count in sorted(differences.items())}
+    return figures
+
+
+def walk(args) -> dict:
+    """What a text's accepted length must be follows from the text: at T=0 a round accepts the drafts that the text repeats."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from dspine.integrations.doctor_routes import walked_rounds
+    from dspine.integrations.evaluation.prompts import Prompt
+    from dspine.modeling_dspine import DSpineModel
+
+    stored = json.loads(args.parity.read_text())
+    result = {"dtype": args.dtype, "drafters": {}}
+    dtype = getattr(torch, args.dtype)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
+    for name, folder in args.drafter:
+        if name not in stored["texts"]:
+            raise ValueError(
+                f"--drafter must be named like a server of --parity, {list(stored['texts'])}, got {name!r}"
+            )
+        drafter = DSpineModel.from_pretrained(folder, dtype=dtype).to(args.device).eval()
+        drafter.bind_target(target)
+        walked, began = {}, time.monotonic()
+        for key, answers in stored["texts"][name].items():
+            asked = [Prompt(key, i, ids) for i, ids in enumerate(stored["prompts"][key])]
+            # an answer of one token has no round
+            walked[key] = [
+                walked_rounds(target, drafter, prompt, answer["ids"]) for prompt, answer in zip(asked, answers)
+            ]
+            figures = walked_against_served(answers, walked[key])
+            print(f"{name} {key}: {json.dumps(figures)} after {time.monotonic() - began:.0f} s", flush=True)
+        served = stored["texts"][name]
+        whole = walked_against_served(sum(served.values(), []), sum(walked.values(), []))
+        whole["sets"] = {key: walked_against_served(served[key], walked[key]) for key in walked}
+        print(name, json.dumps({key: value for key, value in whole.items() if key != "sets"}), flush=True)
+        result["drafters"][name] = whole
+        if args.keep_rounds:
+            whole["rounds"] = walked
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        del drafter
+    return result
+
+
 def draft_pass(target, drafter, ids: list[int], start: int) -> dict:
     """The drafter's pass for the block whose anchor is `ids[start]`, in the words of `record_sglang.py`, without a cache."""
     import torch
@@ -388,27 +448,32 @@ def fisher(values: list[float]) -> float:
     return chi_square_tail(-2 * sum(math.log(max(value, 1e-300)) for value in values), 2 * len(values))
 
 
-async def sample(client: Client, prompt: list[int], sampling: dict, count: int, batch: int, in_flight: int):
-    """`count` continuations of one prompt, in batches which each hold one greedy row too.
+class Sampler:
+    """Collects continuations of one server. Every request mixes all cases (a prompt at a setting) and a greedy row of every prompt.
 
-    Returns:
-        Counts of the sampled continuations, and those of the greedy rows.
+    Args:
+        cases: `(prompt, sampling parameters)` pairs; the greedy rows take the first pair of each prompt.
+        rows: of every case in one request.
     """
-    sampled, greedy, left = Counter(), Counter(), count
 
-    async def work():
-        nonlocal left
-        while left > 0:
-            size = min(batch, left)
-            left -= size
-            rows = [sampling] * size + [sampling | {"temperature": 0.0}]
-            replies = await client.generate([prompt] * len(rows), rows)
-            ids = [tuple(reply["output_ids"]) for reply in replies]
-            sampled.update(ids[:-1])
-            greedy[ids[-1]] += 1
+    def __init__(self, client: Client, cases: list[tuple[list[int], dict]], rows: int):
+        self.client, self.cases, self.rows = client, cases, rows
+        self.sampled = [Counter() for _ in cases]
+        self.greedy: dict[tuple, Counter] = {tuple(prompt): Counter() for prompt, _ in cases}
+        self.taken = 0
 
-    await asyncio.gather(*(work() for _ in range(in_flight)))
-    return sampled, greedy
+    async def work(self, samples: int, until: float):
+        """Asks until `samples` of every case are there or on their way, or the time is over."""
+        while self.taken < samples and time.monotonic() < until:
+            size = min(self.rows, samples - self.taken)
+            self.taken += size
+            plans = [(i, prompt, sampling) for i, (prompt, sampling) in enumerate(self.cases) for _ in range(size)]
+            first = {tuple(prompt): sampling for prompt, sampling in reversed(self.cases)}
+            plans += [(None, list(prompt), one | {"temperature": 0.0}) for prompt, one in first.items()]
+            replies = await self.client.generate([one[1] for one in plans], [one[2] for one in plans])
+            for (case, prompt, _), reply in zip(plans, replies):
+                counter = self.greedy[tuple(prompt)] if case is None else self.sampled[case]
+                counter[tuple(reply["output_ids"])] += 1
 
 
 def compare_samples(one: Counter, other: Counter, depth: int) -> list[dict]:
@@ -423,68 +488,84 @@ def compare_samples(one: Counter, other: Counter, depth: int) -> list[dict]:
     return results
 
 
+def tests_of(cases: list[dict], depth: int) -> dict:
+    """Decision on one server's cases against the first's: `tests` of each case hold one p-value per number of tokens."""
+    # tests of one prompt are of one sample; across prompts they are independent
+    together = [fisher([case["tests"][i]["p"] for case in cases]) for i in range(depth)]
+    smallest = min(test["p"] for case in cases for test in case["tests"])
+    # the first token is the prefill's; the decision is on all tokens together
+    passed = together[-1] > 0.01 and smallest * len(cases) * depth > 0.01
+    return {"p_by_depth": together, "smallest_p": smallest, "tests": len(cases) * depth, "passed": passed}
+
+
 def distribution(args) -> dict:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    (name, url), (other_name, other_url) = args.server
     prompts = []
     for question, begun in DISTRIBUTION_PROMPTS:
         message = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False) + begun
-        prompts.append((text, tokenizer(text, add_special_tokens=False).input_ids))
-    result = {"servers": dict(args.server), "samples": args.samples, "settings": {}, "passed": True}
+        prompts.append((begun, tokenizer(text, add_special_tokens=False).input_ids))
+    cases, names = [], []
     for temperature, top_p in args.settings:
         sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": args.tokens, "ignore_eos": True}
-        found = []
-        for text, ids in prompts:
+        cases += [(ids, sampling) for _, ids in prompts]
+        names += [(f"temperature={temperature:g}, top_p={top_p:g}", begun) for begun, _ in prompts]
 
-            async def run(ids=ids, sampling=sampling):
-                clients = [Client(url), Client(other_url)]
-                try:
-                    parts = (sample(one, ids, sampling, args.samples, args.batch, args.in_flight) for one in clients)
-                    return await asyncio.gather(*parts)
-                finally:
-                    [one.close() for one in clients]
+    async def run():
+        clients = {name: Client(url) for name, url in args.server}
+        samplers = {name: Sampler(client, cases, args.rows) for name, client in clients.items()}
+        until = time.monotonic() + args.time_limit
+        try:
+            work = (one.work(args.samples, until) for one in samplers.values() for _ in range(args.in_flight))
+            await asyncio.gather(*work)
+        finally:
+            [client.close() for client in clients.values()]
+        return samplers
 
-            began = time.monotonic()
-            (one, greedy), (other, other_greedy) = asyncio.run(run())
-            tests = compare_samples(one, other, args.tokens)
-            found.append(
-                {
-                    "prompt": text[-80:],
-                    "tests": tests,
-                    "distinct": [len(one), len(other)],
-                    "greedy_rows_differ": sum(greedy.values()) - max(greedy.values()),
-                    "greedy_equal": greedy.most_common(1)[0][0] == other_greedy.most_common(1)[0][0],
-                    "seconds": time.monotonic() - began,
-                }
+    began = time.monotonic()
+    found = asyncio.run(run())
+    if not all(one.taken for one in found.values()):
+        raise ValueError(f"--time-limit of {args.time_limit:g} s must leave time for samples of every server")
+    (_, reference), *others = found.items()
+    result = {"servers": dict(args.server), "sampling_seconds": time.monotonic() - began, "passed": True}
+    result |= {"samples": {name: one.taken for name, one in found.items()}, "against_first": {}}
+    for name, other in others:
+        settings: dict[str, list[dict]] = {}
+        for i, (setting, begun) in enumerate(names):
+            pair = (reference.sampled[i], other.sampled[i])
+            tests = compare_samples(*pair, args.tokens)
+            greedy = [one.greedy[tuple(cases[i][0])] for one in (reference, other)]
+            case = {
+                "prompt": begun,
+                "tests": tests,
+                "distinct": list(map(len, pair)),
+                "greedy_rows_differ": sum(greedy[1].values()) - max(greedy[1].values()),
+                "greedy_equal": greedy[0].most_common(1)[0][0] == greedy[1].most_common(1)[0][0],
+            }
+            settings.setdefault(setting, []).append(case)
+            print(name, setting, [f"{test['p']:.3f}" for test in tests], case["distinct"], flush=True)
+        result["against_first"][name] = {}
+        for setting, found_cases in settings.items():
+            decision = tests_of(found_cases, args.tokens)
+            result["against_first"][name][setting] = decision | {"prompts": found_cases}
+            result["passed"] &= decision["passed"]
+            p = [f"{one:.4f}" for one in decision["p_by_depth"]]
+            print(
+                f"{name} {setting} together {p} smallest {decision['smallest_p']:.4f} {decision['passed']}", flush=True
             )
-            print(temperature, top_p, [f"{test['p']:.3f}" for test in tests], found[-1]["distinct"], flush=True)
-        # tests of one prompt are of one sample; across prompts they are independent
-        together = [fisher([entry["tests"][depth]["p"] for entry in found]) for depth in range(args.tokens)]
-        smallest = min(test["p"] for entry in found for test in entry["tests"])
-        number = len(found) * args.tokens
-        # the first token is the prefill's; the decision is on all tokens together
-        passed = together[-1] > 0.01 and smallest * number > 0.01
-        result["settings"][f"temperature={temperature:g}, top_p={top_p:g}"] = {
-            "p_by_depth": together,
-            "smallest_p": smallest,
-            "tests": number,
-            "passed": passed,
-            "prompts": found,
-        }
-        result["passed"] &= passed
-        print("together", [f"{p:.4f}" for p in together], "smallest", f"{smallest:.4f}", "passed", passed, flush=True)
+    print("samples of each case", result["samples"], "passed", result["passed"], flush=True)
     return result
 
 
-# the beginning of the answer is given, so that the tokens tested are in the middle of a text, where drafts are accepted
+# The beginning of the answer is given, so that the tokens tested are in the middle of a text, where drafts are accepted; open ones, so
+# that many continuations are left at low temperature too
 DISTRIBUTION_PROMPTS = [
-    ("What is the capital of France?", "The capital of"),
-    ("A pen costs 3 dollars and a notebook costs 5 dollars. How much do 4 pens cost?", "To find the total cost of"),
-    ("Write a Python function that returns the largest of three numbers.", "def largest("),
-    ("Why is the sky blue?", "The sky appears blue because of"),
+    ("Tell me a story about a dog.", "Once upon a time, in a small village, there lived a"),
+    ("Tell me a story about the sea.", "The old sailor looked at the"),
+    ("Give me three names for a new cafe.", 'Here are three names for a new cafe: "'),
+    ("Write a poem about autumn.", "The leaves are"),
 ]
 
 
@@ -492,52 +573,123 @@ DISTRIBUTION_PROMPTS = [
 
 
 async def timed(client: Client, prompts: list[list[int]], new_tokens: int) -> dict:
-    """All prompts at once; seconds per round (per token where there are no rounds) of a slot."""
+    """All prompts at once, `new_tokens` tokens each: seconds until the last answer, tokens and rounds of all."""
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
     began = time.perf_counter()
     replies = await asyncio.gather(*(client.generate(ids, sampling) for ids in prompts))
     seconds = time.perf_counter() - began
     metas = [reply["meta_info"] for reply in replies]
-    tokens = sum(meta["completion_tokens"] for meta in metas)
-    rounds = sum(meta.get("spec_verify_ct") or 0 for meta in metas)
-    steps = rounds or tokens
     return {
-        "seconds_per_step": seconds * len(prompts) / steps,
-        "tokens_per_second": tokens / seconds,
-        "accepted_length": (tokens - len(prompts)) / rounds if rounds else 1.0,
+        "seconds": seconds,
+        "tokens": sum(meta["completion_tokens"] for meta in metas),
+        "rounds": sum(meta.get("spec_verify_ct") or 0 for meta in metas),
     }
 
 
+def step_of(window: dict, empty: dict, concurrency: int) -> dict:
+    """Seconds of one round (of one token where there are none) without what a request costs besides: prefill, transport.
+
+    `empty` are the same requests with one new token, which the prefill gives.
+    """
+    seconds, rounds = window["seconds"] - empty["seconds"], window["rounds"] - empty["rounds"]
+    tokens = window["tokens"] - empty["tokens"]
+    steps = (rounds or tokens) / concurrency
+    return {"seconds_per_step": seconds / steps, "accepted_length": tokens / rounds if rounds else 1.0}
+
+
+class ReferenceKernel:
+    """A matrix product of the output head's shape, timed between windows: what it takes tells how fast the GPU's clock is then.
+
+    Timed with random rows and with equal ones: the GPU needs less power for the latter, and is faster where power is the limit. Does
+    nothing where PyTorch or a GPU is missing.
+
+    Args:
+        rows: of the hidden states; many make the product depend on the clock and not on the memory.
+        shape: width and vocabulary.
+    """
+
+    def __init__(self, rows: int, shape: tuple[int, int]):
+        self.ready = False
+        try:
+            import torch
+
+            if not torch.cuda.is_available():
+                return
+            self.torch = torch
+            random_rows = torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
+            self.rows = {"random": random_rows, "equal": random_rows[:1].repeat(rows, 1)}
+            self.b = torch.randn(shape[1], shape[0], device="cuda", dtype=torch.bfloat16)
+            self.ready = True
+            self()
+        except (ImportError, RuntimeError) as error:
+            print("no reference kernel:", error, flush=True)
+
+    def __call__(self, repeats: int = 5) -> dict[str, float]:
+        """Microseconds, the median of `repeats`, for each kind of rows; empty where nothing is timed."""
+        if not self.ready:
+            return {}
+        torch, found = self.torch, {}
+        for name, rows in self.rows.items():
+            times = []
+            for _ in range(repeats):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                torch.nn.functional.linear(rows, self.b)
+                end.record()
+                end.synchronize()
+                times.append(1000 * start.elapsed_time(end))
+            found[f"reference_microseconds_{name}_rows"] = statistics.median(times)
+        return found
+
+
 def rounds(args) -> dict:
+    """Time per round of the first server against each other one, in short windows A B B A, so that clock and neighbours are alike."""
     order = random.Random(0)
     result = {"servers": dict(args.server), "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
-    result["concurrency"] = {}
     clients = {name: Client(url) for name, url in args.server}
+    first, *others = clients
+    # the last number given is that of all others
+    repeats = {name: args.repeats[min(i, len(args.repeats) - 1)] for i, name in enumerate(others)}
+    result |= {"repeats": repeats, "concurrency": {}}
+    kernel = ReferenceKernel(480, tuple(args.reference_shape))
+
+    def prompts(count):
+        return [[order.randrange(100, args.vocabulary) for _ in range(args.prompt_tokens)] for _ in range(count)]
+
+    async def window(name, concurrency, new_tokens):
+        # new prompts every time: none may be found in the prefix cache
+        empty = await timed(clients[name], prompts(concurrency), 1)
+        whole = await timed(clients[name], prompts(concurrency), new_tokens)
+        await asyncio.sleep(0.05)  # a server that schedules ahead has begun one more round
+        return step_of(whole, empty, concurrency) | {"seconds_of_one_token": empty["seconds"]} | kernel()
 
     async def run():
         for concurrency in args.concurrency:
-            repeats = {name: [] for name in clients}
-            for repeat in range(args.repeats + 1):
-                prompts = [
-                    [order.randrange(100, args.vocabulary) for _ in range(args.prompt_tokens)]
-                    for _ in range(concurrency)
-                ]
-                # alternating, so that clocks and neighbours change for all alike
-                for name, client in clients.items():
-                    one = await timed(client, prompts, args.new_tokens if repeat else 24)
-                    if repeat:  # the first one warms up
-                        repeats[name].append(one)
+            for name in clients:  # warms up
+                await window(name, concurrency, 16)
+            windows = {name: [] for name in clients}
+            ratios = {name: [] for name in others}
+            for repeat in range(max(repeats.values())):
+                for name in others:
+                    if repeat >= repeats[name]:
+                        continue
+                    pair = (first, name) if repeat % 2 == 0 else (name, first)
+                    found = {first: [], name: []}
+                    for one in (*pair, *reversed(pair)):
+                        found[one].append(await window(one, concurrency, args.new_tokens))
+                    [windows[one].extend(values) for one, values in found.items()]
+                    sums = {one: sum(value["seconds_per_step"] for value in values) for one, values in found.items()}
+                    ratios[name].append(sums[first] / sums[name])
             figures = {
                 name: {key: statistics.median(one[key] for one in ones) for key in ones[0]}
-                for name, ones in repeats.items()
+                for name, ones in windows.items()
             }
-            for name in figures:
-                times = [one["seconds_per_step"] for one in repeats[name]]
-                figures[name]["spread"] = (max(times) - min(times)) / figures[name]["seconds_per_step"]
-            first, *others = figures
-            for other in others:
-                ratio = figures[first]["seconds_per_step"] / figures[other]["seconds_per_step"]
-                figures[first][f"over_{other}"] = ratio
+            for name, ones in windows.items():
+                times = sorted(one["seconds_per_step"] for one in ones)
+                figures[name] |= {"windows": len(ones), "range": [times[0], times[-1]]}
+            for name, values in ratios.items():
+                figures[first][f"over_{name}"] = statistics.median(values)
+                figures[first][f"over_{name}_range"] = [min(values), max(values)]
             result["concurrency"][concurrency] = figures
             print(concurrency, json.dumps(figures), flush=True)
 
@@ -550,11 +702,47 @@ def rounds(args) -> dict:
 NORM = re.compile("rms_?norm", re.IGNORECASE)
 
 
+def merged(events: list[dict]) -> float:
+    """Microseconds in which at least one of the kernels ran."""
+    total, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event["ts"]):
+        end = event["ts"] + event["dur"]
+        total += max(0.0, end - max(event["ts"], until))
+        until = max(until, end)
+    return total
+
+
+def host_side(events: list[dict], launches: list[float]) -> dict:
+    """The host's part of a round, from the trace's runtime calls between one draft graph's launch and the next.
+
+    Returns:
+        Medians: microseconds of a round, of it in waits (`...Synchronize`), calls of each kind; empty without runtime events.
+    """
+    calls = sorted((event for event in events if event.get("cat") in RUNTIME), key=lambda event: event["ts"])
+    found: dict[str, list[float]] = {}
+    for begin, end in zip(launches, launches[1:]):
+        inside = [event for event in calls if begin <= event["ts"] < end]
+        waits = sum(event["dur"] for event in inside if "Synchronize" in event["name"])
+        kinds = Counter(event["name"] for event in inside)
+        one = {"round": end - begin, "waits": waits, "calls": len(inside)}
+        one |= {f"calls {name}": count for name, count in kinds.most_common(8)}
+        for name, value in one.items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+RUNTIME = ("cuda_runtime", "cuda_driver")
+
+
 def breakdown(events: list[dict]) -> dict:
     """GPU time of one round from a trace's events: draft pass, decoding tail, verification, and what is between.
 
     A CUDA graph's kernels share the correlation of its launch. Of the two graphs in a round the draft's is the smaller. Its tail is
     what follows the last norm: the product with the output head and everything after it.
+
+    Returns:
+        Medians over rounds: `microseconds` from a part's first kernel to its last one's end, `running` of it in which a kernel ran,
+        `kernels` launched; the `host`'s part; the longest kernels of tail and verification.
 
     Raises:
         ValueError: the trace does not hold two kinds of graphs in turn.
@@ -569,11 +757,14 @@ def breakdown(events: list[dict]) -> dict:
         raise ValueError(f"the trace must hold several rounds of two graph launches, found {len(graphs)} launches")
     most = max(map(len, graphs))
     is_draft = [len(group) < 0.6 * most for group in graphs]
+    everything = sorted((event for group in groups.values() for event in group), key=lambda event: event["ts"])
 
     def end(event):
         return event["ts"] + event["dur"]
 
-    parts = {name: [] for name in ("round", "draft", "tail", "verify", "rest", "busy")}
+    names = ("round", "draft", "tail", "verify", "rest")
+    found = {kind: {name: [] for name in names} for kind in ("microseconds", "running", "kernels")}
+    longest: dict[str, list[Counter]] = {"tail": [], "verify": []}
     for i in range(len(graphs) - 2):
         if not (is_draft[i] and not is_draft[i + 1] and is_draft[i + 2]):
             continue
@@ -581,39 +772,60 @@ def breakdown(events: list[dict]) -> dict:
         last_norm = max((k for k, event in enumerate(draft) if NORM.search(event["name"])), default=None)
         if last_norm is None:
             raise ValueError("the draft graph must hold a norm, by which its tail is told apart")
-        whole = following[0]["ts"] - draft[0]["ts"]
+        begin, stop = draft[0]["ts"], following[0]["ts"]
+        own = {id(event) for event in (*draft, *verify)}
+        parts = {
+            "round": [event for event in everything if begin <= event["ts"] < stop],
+            "draft": draft[: last_norm + 1],
+            "tail": draft[last_norm + 1 :],
+            "verify": verify,
+        }
+        parts["rest"] = [event for event in parts["round"] if id(event) not in own]
         cut = end(draft[last_norm])
-        spans = {"draft": cut - draft[0]["ts"], "tail": max(map(end, draft)) - cut}
+        spans = {"draft": cut - begin, "tail": max(map(end, draft)) - cut}
         spans["verify"] = max(map(end, verify)) - verify[0]["ts"]
-        inside = [
-            event["dur"]
-            for group in groups.values()
-            for event in group
-            if draft[0]["ts"] <= event["ts"] < following[0]["ts"]
-        ]
-        spans |= {"round": whole, "rest": whole - sum(spans.values()), "busy": sum(inside)}
-        for name, value in spans.items():
-            parts[name].append(value)
-    if not parts["round"]:
+        spans |= {"round": stop - begin, "rest": stop - begin - sum(spans.values())}
+        for name in names:
+            found["microseconds"][name].append(spans[name])
+            found["running"][name].append(merged(parts[name]))
+            found["kernels"][name].append(len(parts[name]))
+        for name, counters in longest.items():
+            counters.append(Counter())
+            for event in parts[name]:
+                counters[-1][event["name"][:60]] += event["dur"]
+    if not found["microseconds"]["round"]:
         raise ValueError("the trace must hold draft and verification graphs in turn")
-    tail_kernels = Counter()
-    draft = next(group for group, small in zip(graphs, is_draft) if small)
-    last_norm = max(k for k, event in enumerate(draft) if NORM.search(event["name"]))
-    for event in draft[last_norm + 1 :]:
-        tail_kernels[event["name"][:60]] += event["dur"]
-    return {
-        "microseconds": {name: statistics.median(values) for name, values in parts.items()},
-        "rounds": len(parts["round"]),
-        "tail_kernels": dict(tail_kernels.most_common(12)),
+    result = {
+        kind: {name: statistics.median(values) for name, values in parts.items()} for kind, parts in found.items()
     }
+    result["rounds"] = len(found["microseconds"]["round"])
+    for name, counters in longest.items():
+        together = {key for counter in counters for key in counter}
+        medians = Counter({key: statistics.median(counter[key] for counter in counters) for key in together})
+        result[f"{name}_kernels"] = dict(medians.most_common(12))
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in RUNTIME and "correlation" in event.get("args", {})
+    }
+    calls, ahead = {}, {}
+    for name, small in (("draft", True), ("verify", False)):
+        firsts = [group[0] for group, is_small in zip(graphs, is_draft) if is_small == small]
+        pairs = [(launched.get(one["args"]["correlation"]), one["ts"]) for one in firsts]
+        calls[name] = [at for at, _ in pairs if at is not None]
+        ahead[name] = [start - at for at, start in pairs if at is not None]
+    result["host"] = host_side(events, calls["draft"])
+    # from the host's launch to the GPU's start: long while the host runs ahead, a few microseconds where the GPU waits for it
+    result["host"] |= {f"{name}_ahead": statistics.median(values) for name, values in ahead.items() if values}
+    return result
 
 
 def profile(args) -> dict:
     order, result = random.Random(1), {"servers": dict(args.server), "concurrency": {}}
 
-    async def one(name, url, concurrency):
+    async def one(name, url, concurrency, repeat):
         client = Client(url)
-        folder = (args.output.parent / f"trace-{args.output.stem}-{name}-{concurrency}").absolute()
+        folder = (args.output.parent / f"trace-{args.output.stem}-{name}-{concurrency}-{repeat}").absolute()
         folder.mkdir(parents=True, exist_ok=True)
         prompts = [
             [order.randrange(100, args.vocabulary) for _ in range(args.prompt_tokens)] for _ in range(concurrency)
@@ -625,24 +837,32 @@ def profile(args) -> dict:
         await client.json("/start_profile", body)
         await load
         began, files = time.monotonic(), []
-        while time.monotonic() - began < 60 and not files:
+        while time.monotonic() - began < 20 and not files:
             files = [path for path in folder.rglob("*.json.gz") if path.stat().st_size]
             await asyncio.sleep(0.5)
-        await asyncio.sleep(1.0)
         client.close()
         if not files:
             raise ValueError(f"no trace was written to {folder}")
-        with gzip.open(files[0], "rt") as trace:
-            return breakdown(json.load(trace)["traceEvents"])
+        for attempt in range(20):
+            try:
+                with gzip.open(files[0], "rt") as trace:
+                    return breakdown(json.load(trace)["traceEvents"])
+            except (EOFError, json.JSONDecodeError):  # still being written
+                if attempt == 19:
+                    raise
+                await asyncio.sleep(0.5)
 
     for concurrency in args.concurrency:
-        figures = {}
-        for name, url in args.server:
+        # there and back again: the first trace of a process is the most disturbed
+        turns = [(server, repeat) for repeat in range(args.repeats) for server in args.server[:: 1 - 2 * (repeat % 2)]]
+        figures = {name: [] for name, _ in args.server}
+        for (name, url), repeat in turns:
             try:
-                figures[name] = asyncio.run(one(name, url, concurrency))
+                found = asyncio.run(one(name, url, concurrency, repeat))
             except (ValueError, OSError, RuntimeError, EOFError) as error:
-                figures[name] = {"error": f"{type(error).__name__}: {error}"}
-            print(concurrency, name, json.dumps(figures[name]), flush=True)
+                found = {"error": f"{type(error).__name__}: {error}"}
+            figures[name].append(found)
+            print(concurrency, name, json.dumps(found), flush=True)
         result["concurrency"][concurrency] = figures
     return result
 
@@ -819,6 +1039,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--device", default="cuda")
     one.add_argument("--batch-size", type=int, default=20)
 
+    one = add("walk", walk, servers=False)
+    one.add_argument("--parity", type=Path, required=True, help="the output of parity")
+    one.add_argument("--target", required=True)
+    one.add_argument("--drafter", type=named, nargs="+", required=True, metavar="NAME=FOLDER", help="as in --parity")
+    one.add_argument("--dtype", default="bfloat16")
+    one.add_argument("--device", default="cuda")
+    one.add_argument("--keep-rounds", action="store_true", help="store the tokens of every round of the walk")
+
     one = add("layers", layers, servers=False)
     one.add_argument("--records", type=Path, required=True, help="folder of record_sglang.py")
     one.add_argument(
@@ -831,24 +1059,35 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
     one = add("distribution", distribution)
     one.add_argument("--target", required=True, help="its tokenizer is read")
-    one.add_argument("--samples", type=int, default=16384, help="of every prompt at every setting")
+    one.add_argument("--samples", type=int, default=12288, help="of every prompt at every setting")
+    one.add_argument("--time-limit", type=float, default=300.0, help="seconds; fewer samples are taken if they end")
     one.add_argument("--tokens", type=int, default=4, help="of a continuation")
     one.add_argument("--settings", type=setting, nargs="+", default=[(1.0, 1.0), (0.7, 0.9)], metavar="T/TOP_P")
-    one.add_argument("--batch", type=int, default=63, help="samples in one request, which also holds a greedy row")
-    one.add_argument("--in-flight", type=int, default=2)
+    one.add_argument("--rows", type=int, default=8, help="of every prompt and setting in one request")
+    one.add_argument("--in-flight", type=int, default=4, help="requests")
 
     for name, function in (("rounds", rounds), ("profile", profile)):
         one = add(name, function)
         one.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
         one.add_argument("--prompt-tokens", type=int, default=64)
-        one.add_argument("--new-tokens", type=int, default=192)
+        one.add_argument("--new-tokens", type=int, default=64 if name == "rounds" else 192)
         one.add_argument("--vocabulary", type=int, default=10000, help="prompts are random token ids below this")
-    checks.choices["rounds"].add_argument("--repeats", type=int, default=3)
+    one.add_argument("--repeats", type=int, default=2, help="traces of each server, there and back again")
+    checks.choices["rounds"].add_argument(
+        "--repeats", type=int, nargs="+", default=[5], help="comparisons with the second server, the third, ..."
+    )
+    checks.choices["rounds"].add_argument(
+        "--reference-shape",
+        type=int,
+        nargs=2,
+        default=[4096, 151936],
+        help="width and vocabulary of the product timed",
+    )
     one.add_argument("--steps", type=int, default=16, help="scheduler steps to record")
     one.add_argument("--after", type=float, default=0.5, help="seconds of load before recording")
     args = parser.parse_args(argv)
-    if args.check == "distribution" and len(args.server) != 2:
-        parser.error(f"distribution compares two servers, got {len(args.server)}")
+    if args.check in ("distribution", "rounds") and len(args.server) < 2:
+        parser.error(f"{args.check} compares servers with the first one, got {len(args.server)}")
     return args
 
 

@@ -1,15 +1,18 @@
-"""A plugin for SGLang that stores what a served DSpine drafter computes, for `check_sglang.py layers`.
+"""A plugin for SGLang with which `check_sglang.py` looks into a served drafter: it stores draft passes, or replaces drafts.
 
 It is found by an entry point `record_sglang:register` in the group `sglang.srt.plugins`, for which a folder on PYTHONPATH with this
-file and `record-0.dist-info/{METADATA,entry_points.txt}` is enough. The server must run without CUDA graphs, since nothing of a graph's replay
-passes through Python:
+file and `record-0.dist-info/{METADATA,entry_points.txt}` is enough. It does what the environment asks for:
 
-    DSPINE_RECORD=records/ python -m sglang.launch_server ... --speculative-algorithm DSPINE --disable-cuda-graph
+`DSPINE_RECORD=FOLDER`, for `layers`: every draft pass of one block becomes `FOLDER/pass-NNN.pt`, the anchor and its position, the
+residual stream after every injection, `norm(h)`, the candidates, q and the tokens chosen. The server must run without CUDA graphs
+(`--disable-cuda-graph`), since nothing of a graph's replay passes through Python.
 
-Every draft pass of one block becomes `records/pass-NNN.pt`: the anchor and its position, the residual stream after every injection,
-`norm(h)`, the candidates, q and the tokens chosen.
+`DSPINE_FIXED_DRAFTS=V`, for `rounds` and `profile` with random weights: what DFLASH or DSPINE proposes is replaced, in the draft's CUDA
+graph, by the same arbitrary tokens below V. Untrained drafters propose one token for all slots of a block, and products of equal rows
+need less power than others: servers whose speed is compared should verify equal data, as diverse as real drafts.
 """
 
+import functools
 import os
 from pathlib import Path
 
@@ -18,8 +21,8 @@ MOST = 64  # passes stored
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes; does nothing unless DSPINE_RECORD names a folder."""
-    if not os.environ.get("DSPINE_RECORD"):
+    """Called by SGLang in each of its processes; does nothing unless the environment asks for it."""
+    if not (os.environ.get("DSPINE_RECORD") or os.environ.get("DSPINE_FIXED_DRAFTS")):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -31,6 +34,13 @@ def register() -> None:
 def attach(original, *args, **kwargs):
     """Goes around the choice of the worker class, which happens in the scheduler's process: SGLang's models may be imported there."""
     worker_class = original(*args, **kwargs)
+    if os.environ.get("DSPINE_FIXED_DRAFTS"):
+        from sglang.srt.speculative import dflash_worker_v2
+
+        if not hasattr(dflash_worker_v2.make_draft_sampler_capture_hook, "__wrapped__"):
+            fix_drafts(dflash_worker_v2, int(os.environ["DSPINE_FIXED_DRAFTS"]))
+    if not os.environ.get("DSPINE_RECORD"):
+        return worker_class
     from dspine.integrations.sglang.model import DSpineDraftModel
     from dspine.integrations.sglang.worker import DSpineWorker
 
@@ -38,6 +48,27 @@ def attach(original, *args, **kwargs):
         DSpineWorker.recorded = 0
         record(DSpineWorker, DSpineDraftModel, Path(os.environ["DSPINE_RECORD"]))
     return worker_class
+
+
+def fix_drafts(worker_module, vocabulary: int) -> None:
+    """Wraps the function that records a draft sampler into the draft's CUDA graph: the tokens it leaves behind are written over."""
+    import torch
+
+    make = worker_module.make_draft_sampler_capture_hook
+
+    @functools.wraps(make)
+    def make_fixed(draft_sampler):
+        hook = make(draft_sampler)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(100, vocabulary, draft_sampler.out.shape, generator=generator).to(draft_sampler.out)
+
+        def capture_hook(*args, **kwargs):
+            hook(*args, **kwargs)
+            draft_sampler.out.copy_(tokens)
+
+        return capture_hook
+
+    worker_module.make_draft_sampler_capture_hook = make_fixed
 
 
 def record(worker_class, model_class, folder: Path) -> None:

@@ -1,6 +1,8 @@
 """The serving examples against a stand-in for the server: no SGLang, no GPU, real HTTP."""
 
+import asyncio
 import json
+import random
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -52,37 +54,71 @@ def server():
 @pytest.fixture
 def benchmark():
     load_example("serve_sglang")
+    load_example("sglang_client")
     return load_example("benchmark_sglang")
 
 
+def busy(benchmark, url, prompts, concurrency, burst=1, seconds=0.5):
+    async def run():
+        client = benchmark.Client(url)
+        try:
+            return await benchmark.keep_busy(client, prompts, {"temperature": 0.0}, concurrency, burst, seconds)
+        finally:
+            client.close()
+
+    return asyncio.run(run())
+
+
 def test_concurrency_is_kept(server, benchmark):
-    answers, seconds = benchmark.run(server.url, [[i, 1] for i in range(20, 44)], {"temperature": 0.0}, 6)
-    assert server.most == 6 and [answer["output_ids"][0] for answer in answers] == list(range(20, 44))
-    figures = benchmark.summarise(answers, seconds)
-    assert figures["errors"] == 0 and figures["output_tokens"] == 24 * 5 and figures["rounds"] == 48
+    answers = busy(benchmark, server.url, [[i, 1] for i in range(20, 44)], 6)
+    assert server.most == 6 and len(answers) > 24  # the prompts start again
+    assert {body["input_ids"][0] for body in server.asked[:6]} == set(range(20, 26))
+    figures = benchmark.summarise(answers, 0.1, 0.4)
+    assert figures["errors"] == 0 and figures["in_flight"] == pytest.approx(6, rel=0.25)
     assert figures["accepted_length"] == figures["accepted_length_per_request"] == 2.0
-    assert figures["tokens_per_second"] == pytest.approx(24 * 5 / seconds)
+    assert figures["tokens_per_second"] == pytest.approx(figures["in_flight"] * 5 / figures["latency_median"], rel=0.4)
+
+
+def test_slots_are_filled_in_bursts(benchmark):
+    order, sizes, last = random.Random(0), [], [-1.0]
+
+    class Client:
+        async def generate(self, ids, sampling):
+            now = asyncio.get_running_loop().time()
+            # those of one burst start before anything else can happen, thus within microseconds
+            sizes.append(1) if now - last[0] > 0.002 else sizes.__setitem__(-1, sizes[-1] + 1)
+            last[0] = now
+            await asyncio.sleep(0.01 + 0.05 * order.random())
+            return {"meta_info": {"completion_tokens": 1}}
+
+    asyncio.run(benchmark.keep_busy(Client(), [[1]], {}, 8, 4, 0.5))
+    assert sizes[0] == 8 and max(sizes) <= 8 and len(sizes) > 4
+    assert sum(size >= 4 for size in sizes) >= 0.8 * len(sizes), sizes
+
+
+def test_what_lies_across_the_window_counts_by_its_share(benchmark):
+    def answer(sent, answered, tokens=10, rounds=4):
+        return {"sent": sent, "answered": answered, "meta": {"completion_tokens": tokens, "spec_verify_ct": rounds}}
+
+    answers = [answer(0, 2), answer(1, 3, 11, 5), answer(3, 5), answer(5, 6), answer(0, 0.5)]
+    figures = benchmark.summarise(answers, 1, 4)
+    assert figures["tokens_per_second"] == pytest.approx((5 + 11 + 5) / 3) and figures["in_flight"] == pytest.approx(
+        4 / 3
+    )
+    assert figures["requests"] == 2 and figures["accepted_length"] == (9 + 10) / 9
+    assert figures["latency_median"] == 2 and figures["seconds_per_round"] == pytest.approx(4 / 9)
 
 
 def test_errors_are_counted(server, benchmark):
-    answers, seconds = benchmark.run(server.url, [[13], [14]], {}, 1)
-    assert "answered 400" in answers[0]["error"] and "too long" in answers[0]["error"]
-    assert benchmark.summarise(answers, seconds)["errors"] == 1
+    answers = busy(benchmark, server.url, [[13]], 2, seconds=5)
+    assert 2 < len(answers) < 6 and "status 400" in answers[0]["error"] and "too long" in answers[0]["error"]
+    assert benchmark.summarise(answers, 0, 1)["errors"] == len(answers)
 
 
 def test_servers_without_drafter(benchmark):
-    answers = [
-        {"latency": 1.0, "meta_info": {"completion_tokens": 5}},
-        {"latency": 2.0, "meta_info": {"completion_tokens": 5}},
-    ]
-    figures = benchmark.summarise(answers, 2.0)
-    assert figures["rounds"] == 0 and "accepted_length" not in figures and figures["tokens_per_second"] == 5
-
-
-def test_comparison_of_two_servers(benchmark):
-    one = [{"concurrency": 1, "tokens": [[1, 2, 3], [4, 5], [6]]}, {"concurrency": 8, "tokens": [[1]]}]
-    other = [{"concurrency": 1, "tokens": [[1, 2, 3], [4, 6], [6, 7]]}]
-    assert benchmark.compare(one, other) == [{"concurrency": 1, "equal": 1, "first_differences": [1, 1]}]
+    answers = [{"sent": 0.0, "answered": 1.0, "meta": {"completion_tokens": 5}}] * 2
+    figures = benchmark.summarise(answers, 0.0, 2.0)
+    assert "accepted_length" not in figures and figures["tokens_per_second"] == 5
 
 
 def test_whole_run(server, benchmark, tmp_path, monkeypatch):
@@ -92,14 +128,27 @@ def test_whole_run(server, benchmark, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"turns": ["one"]}\n{"turns": ["three"]}\n')
     (tmp_path / "b.jsonl").write_text('{"turns": ["four", "unused"]}\n')
     out = tmp_path / "out.json"
-    arguments = ["--target", "t", "--url", server.url, "--prompts", str(tmp_path), "--concurrency", "1", "2"]
-    benchmark.main([*arguments, "--requests", "2", "--output", str(out), "--keep-tokens"])
+    arguments = [
+        "--target",
+        "t",
+        "--server",
+        f"a={server.url}",
+        f"b={server.url}",
+        "--prompts",
+        str(tmp_path),
+        "--concurrency",
+        "1",
+        "2",
+    ]
+    benchmark.main([*arguments, "--seconds", "0.3", "--warm-up", "0.1", "--output", str(out)])
     result = json.loads(out.read_text())
-    assert [one["concurrency"] for one in result["runs"]] == [1, 2]
-    assert [prompt[0] for prompt in result["runs"][1]["prompts"]] == [3, 4, 5, 4]
-    assert result["server"] == {"version": "0.5.17", "tp_size": 1}
-    benchmark.main([*arguments, "--requests", "2", "--output", str(out), "--keep-tokens", "--compare-with", str(out)])
-    assert [pair["first_differences"] for pair in json.loads(out.read_text())["comparison"]] == [[], []]
+    assert set(result["servers"]) == {"a", "b"} and result["prompts"] == 3
+    found = result["servers"]["b"]
+    assert [one["concurrency"] for one in found["runs"]] == [1, 2]
+    assert {body["input_ids"][0] for body in server.asked[:3]} == {3, 4, 5}
+    assert found["facts"] == {"version": "0.5.17", "tp_size": 1} and found["one_token_seconds"] > 0.01
+    assert all(one["tokens_per_second"] > 0 for one in found["runs"])
+    assert benchmark.load_prompts(tmp_path, 2) == ["one", "four"]
     with pytest.raises(ValueError, match="found none"):
         benchmark.load_prompts(tmp_path / "nothing", 1)
 

@@ -290,9 +290,12 @@ def test_buffers_of_the_graph_keep_their_address():
     assert (
         graph.proposal(2)[1][0].max(-1).values.eq(1).all() and not graph.proposal(2)[1][1].max(-1).values.eq(1).all()
     )
+    drawn = graph.uniforms.clone()
+    assert 0 < drawn.min() and drawn.max() < 1
     graph.stage(None)
     graph(hidden.view(12, -1))
     assert torch.equal(graph.out[:5], greedy)
+    assert torch.equal(graph.uniforms, drawn)  # greedy batches draw none
     assert graph.proposal(2)[1].max(-1).values.eq(1).all()
     assert addresses == [
         t.data_ptr() for t in (graph.out, graph.candidates, graph.probs, graph.temperature, graph.uniforms)

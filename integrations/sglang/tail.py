@@ -85,7 +85,8 @@ class GraphTail:
     """A `DecodingTail` recorded into the draft's CUDA graph: results and parameters live in buffers of fixed address.
 
     SGLang's DFLASH worker calls it as its draft sampler (`sampler(hidden_states, input_ids)` at capture) and reads `out` after a
-    replay. Uniforms are drawn inside the graph, where each replay advances the generator.
+    replay. Uniforms are drawn before a replay and only for batches with sampled rows: a graph that draws its own makes PyTorch set
+    the generator's state on the device with two launches before every replay.
 
     Args:
         tail: what to record.
@@ -105,7 +106,7 @@ class GraphTail:
         self._all_greedy = True
 
     def stage(self, temperature: torch.Tensor | None) -> None:
-        """Sets the temperatures `[N]` (None: all greedy) of the next replay; call before it, on its stream."""
+        """Sets temperatures `[N]` (None: all greedy) and uniforms of the next replay; call before it, on its stream."""
         if temperature is None:
             if not self._all_greedy:
                 self.temperature.zero_()
@@ -114,6 +115,7 @@ class GraphTail:
         # a batch beyond the largest captured one runs eagerly and takes its temperatures from elsewhere
         rows = min(len(temperature), len(self.temperature))
         self.temperature[:rows].copy_(temperature[:rows])
+        self.uniforms[:rows].uniform_()
         self._all_greedy = False
 
     def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> None:
@@ -123,7 +125,7 @@ class GraphTail:
             hidden_states.view(rows, self.block_size, -1),
             self.draft_model.take_left_behind(),
             self.temperature[:rows],
-            self.uniforms[:rows].uniform_(),
+            self.uniforms[:rows],
         )
         self.out[: tokens.numel()].copy_(tokens.flatten())
         self.candidates[:rows].copy_(candidates)
