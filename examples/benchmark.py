@@ -494,6 +494,8 @@ def main(argv: list[str] | None = None) -> dict:
     store.close()
     summary = {}
     if args.rank == 0:
+        about["versions"] = versions(args)  # which implementations ran is known only now
+        write_json(file, about)
         summary = summed_up(args, store, about, finished, time.monotonic() - started)
     if args.world > 1:
         torch.distributed.destroy_process_group()
