@@ -1,4 +1,4 @@
-"""What all tests share: import path hygiene, the GPU marker, and the real target."""
+"""What all tests share: import path hygiene, the GPU marker, the examples, stand-ins for SGLang servers, and the real target."""
 
 import importlib.util
 import os
@@ -59,12 +59,46 @@ def quantise_head():
 
 
 def load_example(name: str):
-    """The module `examples/<name>.py`, under its own name, as `python examples/<name>.py` sees its neighbours."""
+    """The module `examples/<name>.py`, under its own name, as `python examples/<name>.py` sees its neighbours.
+
+    A folder with an `__init__.py` is loaded as a package, and `<folder>.<module>` is a module of it.
+    """
+    folder, _, _ = name.rpartition(".")
+    if folder:
+        load_example(folder)
+        return importlib.import_module(name)
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+        path = ROOT / "examples" / name / "__init__.py"
+        path = path if path.exists() else ROOT / "examples" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+@pytest.fixture
+def sglang_servers():
+    """Makes stand-ins for SGLang servers, `sglang_servers(**options of FakeSGLang)`; they are closed after the test."""
+    from sglang_testing import FakeSGLang
+
+    made = []
+
+    def make(**options):
+        made.append(FakeSGLang(**options))
+        return made[-1]
+
+    yield make
+    [server.close() for server in made]
+
+
+@pytest.fixture
+def character_tokenizer(monkeypatch):
+    """Every `AutoTokenizer.from_pretrained` gives a tokenizer with one token for each character; so does the fixture."""
+    from sglang_testing import fake_tokenizer
+
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: fake_tokenizer())
+    return fake_tokenizer()
 
 
 @pytest.fixture(scope="session")

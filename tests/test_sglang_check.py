@@ -8,31 +8,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load_example
-from sglang_testing import FakeSGLang, fake_tokenizer, tiny_config
+from sglang_testing import tiny_config
 
 
-@pytest.fixture
-def check():
-    load_example("sglang_client")
-    return load_example("check_sglang")
+def example(name):
+    """A fixture with a module of `examples/`, which sees its neighbours."""
+
+    @pytest.fixture
+    def module():
+        load_example("sglang_client")
+        load_example("sglang_checks")
+        return load_example(name)
+
+    return module
 
 
-@pytest.fixture
-def servers():
-    made = []
-
-    def make(**options):
-        made.append(FakeSGLang(**options))
-        return made[-1]
-
-    yield make
-    [server.close() for server in made]
-
-
-@pytest.fixture
-def tokenizer(monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: fake_tokenizer())
+check = example("check_sglang")
+checkpoints = example("sglang_checks.checkpoints")
+chi_square = example("sglang_checks.chi_square")
+distribution = example("sglang_checks.distribution")
+hugging_face = example("sglang_checks.hugging_face")
+layers = example("sglang_checks.layers")
+lengths = example("sglang_checks.lengths")
+profile = example("sglang_checks.profile")
+rounds = example("sglang_checks.rounds")
 
 
 @pytest.fixture
@@ -53,54 +52,54 @@ def bench(tmp_path):
     # tables of the chi-square distribution
     [(3.841459, 1, 0.05), (18.307038, 10, 0.05), (23.209251, 10, 0.01), (124.342113, 100, 0.05), (2.0, 2, 0.36787944)],
 )
-def test_chi_square_tail(check, statistic, freedom, tail):
-    assert check.chi_square_tail(statistic, freedom) == pytest.approx(tail, rel=1e-5)
-    assert check.chi_square_tail(0, freedom) == 1.0
-    assert check.chi_square_tail(1e4, freedom) < 1e-100
+def test_chi_square_tail(chi_square, statistic, freedom, tail):
+    assert chi_square.chi_square_tail(statistic, freedom) == pytest.approx(tail, rel=1e-5)
+    assert chi_square.chi_square_tail(0, freedom) == 1.0
+    assert chi_square.chi_square_tail(1e4, freedom) < 1e-100
 
 
 def draw(weights, count, seed):
     return Counter(random.Random(seed).choices(range(len(weights)), weights, k=count))
 
 
-def test_two_sample_test_is_calibrated_and_has_power(check):
+def test_two_sample_test_is_calibrated_and_has_power(chi_square):
     weights = [0.3, 0.2, 0.1, *[0.4 / 400] * 400]
     values = [
-        check.two_sample_test(draw(weights, 2000, 2 * i), draw(weights, 2000, 2 * i + 1))["p"] for i in range(200)
+        chi_square.two_sample_test(draw(weights, 2000, 2 * i), draw(weights, 2000, 2 * i + 1))["p"] for i in range(200)
     ]
     assert 0.02 < sum(p < 0.1 for p in values) / 200 < 0.2
     other = [0.22, 0.28, 0.1, *[0.4 / 400] * 400]
-    result = check.two_sample_test(draw(weights, 20000, 1), draw(other, 20000, 2))
+    result = chi_square.two_sample_test(draw(weights, 20000, 1), draw(other, 20000, 2))
     assert result["p"] < 1e-6 and result["samples"] == [20000, 20000] and result["in_rare_cells"] >= 0
-    assert check.two_sample_test(Counter({1: 50}), Counter({1: 70}))["p"] == 1.0
-    assert check.two_sample_test(Counter({1: 500}), Counter({2: 500}))["p"] < 1e-100
+    assert chi_square.two_sample_test(Counter({1: 50}), Counter({1: 70}))["p"] == 1.0
+    assert chi_square.two_sample_test(Counter({1: 500}), Counter({2: 500}))["p"] < 1e-100
 
 
-def test_fisher(check):
-    assert check.fisher([0.5]) == pytest.approx(0.5)
-    assert check.fisher([0.01] * 5) < 1e-4 < 0.1 < check.fisher([0.5, 0.4, 0.8])
+def test_fisher(chi_square):
+    assert chi_square.fisher([0.5]) == pytest.approx(0.5)
+    assert chi_square.fisher([0.01] * 5) < 1e-4 < 0.1 < chi_square.fisher([0.5, 0.4, 0.8])
 
 
-def test_lengths(check):
+def test_lengths(lengths):
     texts = [{"tokens": 11, "rounds": 5}, {"tokens": 7, "rounds": 2}, {"tokens": 1, "rounds": 0}]
-    assert check.lengths_of(texts) == {"accepted_length": 16 / 7, "accepted_length_per_request": 2.5, "requests": 2}
-    assert check.lengths_of(texts[2:]) == {}
-    summary = check.summary_of({"a": texts[:1], "b": texts[1:]})
+    assert lengths.lengths_of(texts) == {"accepted_length": 16 / 7, "accepted_length_per_request": 2.5, "requests": 2}
+    assert lengths.lengths_of(texts[2:]) == {}
+    summary = lengths.summary_of({"a": texts[:1], "b": texts[1:]})
     assert summary["mean_of_sets"]["accepted_length"] == 2.5 and summary["all"]["accepted_length"] == 16 / 7
 
 
 @pytest.mark.parametrize(
     ("a", "b", "at"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)]
 )
-def test_first_difference(check, a, b, at):
-    assert check.first_difference(a, b) == at
+def test_first_difference(hugging_face, a, b, at):
+    assert hugging_face.first_difference(a, b) == at
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------------
 
 
-def test_parity(check, servers, tokenizer, bench, tmp_path):
-    plain, same, other = servers(rounds=None), servers(), servers(wrong_after=30)
+def test_parity(check, hugging_face, sglang_servers, character_tokenizer, bench, tmp_path):
+    plain, same, other = sglang_servers(rounds=None), sglang_servers(), sglang_servers(wrong_after=30)
     out = tmp_path / "parity.json"
     urls = [f"plain={plain.url}", f"dspine={same.url}", f"other={other.url}", "gone=http://127.0.0.1:1"]
     arguments = ["parity", "--server", *urls, "--target", "t", "--bench-dir", str(bench), "--output", str(out)]
@@ -116,14 +115,14 @@ def test_parity(check, servers, tokenizer, bench, tmp_path):
 
     # the gap at the first difference, with a target whose logits are its token ids
     target = lambda ids: SimpleNamespace(logits=torch.arange(100.0).expand(*ids.shape, 100))  # noqa: E731
-    gaps = check.gaps_between(target, result["prompts"], result["texts"]["plain"], result["texts"], "cpu")
+    gaps = hugging_face.gaps_between(target, result["prompts"], result["texts"]["plain"], result["texts"], "cpu")
     assert gaps["dspine"] == gaps["plain"] and gaps["plain"]["equal"] == 40 and gaps["plain"]["differ"] == 0
     assert gaps["other"]["beyond_0.5"] == 10 and gaps["other"]["largest_gap"] == 1.0
     shorter = {"other": {name: [one | {"ids": one["ids"][:3]} for one in part] for name, part in result["texts"]["plain"].items()}}  # fmt: skip
-    assert check.gaps_between(target, result["prompts"], result["texts"]["plain"], shorter, "cpu")["other"]["one_ended"] == 40  # fmt: skip
+    assert hugging_face.gaps_between(target, result["prompts"], result["texts"]["plain"], shorter, "cpu")["other"]["one_ended"] == 40  # fmt: skip
 
 
-def test_hugging_face_side(check, servers, bench, tmp_path, monkeypatch):
+def test_hugging_face_side(check, lengths, tmp_path, monkeypatch):
     """Texts and lengths of a tiny target and drafter, as if they had been served, come back with ratio one."""
     tiny_models = pytest.importorskip("tiny_models", exc_type=ImportError)
     transformers = pytest.importorskip("transformers")
@@ -142,7 +141,7 @@ def test_hugging_face_side(check, servers, bench, tmp_path, monkeypatch):
             for one in decoded
         ]
     stored = {"servers": {"plain": "", "dspine": ""}, "prompts": prompts, "max_new_tokens": 12}
-    stored |= {"texts": {"plain": texts, "dspine": texts}, "figures": {"dspine": check.summary_of(texts)}}
+    stored |= {"texts": {"plain": texts, "dspine": texts}, "figures": {"dspine": lengths.summary_of(texts)}}
     (tmp_path / "parity.json").write_text(json.dumps(stored))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda folder, dtype: target)
     monkeypatch.setattr(DSpineModel, "from_pretrained", lambda folder, dtype: drafter)
@@ -169,8 +168,8 @@ def test_hugging_face_side(check, servers, bench, tmp_path, monkeypatch):
     assert [sum(rounds) for rounds in walked["rounds"]["one"]] == [one["tokens"] - 1 for one in texts["one"]]
 
 
-def test_distribution(check, servers, tokenizer, tmp_path):
-    one, other, wrong = servers(), servers(), servers(wrong_after=-1)
+def test_distribution(check, sglang_servers, character_tokenizer, tmp_path):
+    one, other, wrong = sglang_servers(), sglang_servers(), sglang_servers(wrong_after=-1)
     out = tmp_path / "d.json"
     urls = [f"a={one.url}", f"b={other.url}", f"c={wrong.url}"]
     arguments = ["distribution", "--server", *urls, "--target", "t", "--output", str(out), "--samples", "600"]
@@ -189,17 +188,17 @@ def test_distribution(check, servers, tokenizer, tmp_path):
         check.main([*arguments, "--time-limit", "0"])
 
 
-def test_another_distribution_is_found(check):
+def test_another_distribution_is_found(distribution):
     """Samples of two tokens, the second of which depends on the first in one of the two samples only."""
     order = random.Random(0)
     one = Counter((a, order.randrange(4)) for a in (order.randrange(4) for _ in range(20000)))
     other = Counter((a, a if order.random() < 0.05 else order.randrange(4)) for a in (order.randrange(4) for _ in range(20000)))  # fmt: skip
-    first, both = check.compare_samples(one, other, 2)
+    first, both = distribution.compare_samples(one, other, 2)
     assert first["p"] > 1e-4 and both["p"] < 1e-6
 
 
-def test_rounds(check, servers, tmp_path):
-    fast, slow, plain = servers(delay=0.02), servers(delay=0.04), servers(delay=0.02, rounds=None)
+def test_rounds(check, sglang_servers, tmp_path):
+    fast, slow, plain = sglang_servers(delay=0.02), sglang_servers(delay=0.04), sglang_servers(delay=0.02, rounds=None)
     out = tmp_path / "rounds.json"
     urls = [f"dspine={slow.url}", f"dflash={fast.url}", f"plain={plain.url}"]
     arguments = ["rounds", "--server", *urls, "--output", str(out), "--concurrency", "1", "4", "--new-tokens", "21"]
@@ -212,10 +211,10 @@ def test_rounds(check, servers, tmp_path):
     assert fast.most == 4
 
 
-def test_a_step_is_what_a_request_takes_beyond_its_first_token(check):
+def test_a_step_is_what_a_request_takes_beyond_its_first_token(rounds):
     empty, whole = {"seconds": 0.5, "tokens": 4, "rounds": 0}, {"seconds": 2.5, "tokens": 84, "rounds": 40}
-    assert check.step_of(whole, empty, 4) == {"seconds_per_step": 0.2, "accepted_length": 2.0}
-    assert check.step_of(whole | {"rounds": 0}, empty, 4) == {"seconds_per_step": 0.1, "accepted_length": 1.0}
+    assert rounds.step_of(whole, empty, 4) == {"seconds_per_step": 0.2, "accepted_length": 2.0}
+    assert rounds.step_of(whole | {"rounds": 0}, empty, 4) == {"seconds_per_step": 0.1, "accepted_length": 1.0}
 
 
 def trace(rounds=4):
@@ -248,25 +247,25 @@ def trace(rounds=4):
     return events
 
 
-def test_breakdown(check):
-    result = check.breakdown(trace())
+def test_breakdown(profile):
+    result = profile.breakdown(trace())
     assert result["microseconds"] == {"round": 190.0, "draft": 50.0, "tail": 15.0, "verify": 100.0, "rest": 25.0}
     assert result["running"] == {"round": 171.0, "draft": 50.0, "tail": 15.0, "verify": 100.0, "rest": 6.0}
     assert result["kernels"] == {"round": 131, "draft": 25, "tail": 5, "verify": 100, "rest": 1}
     assert result["rounds"] == 3 and result["tail_kernels"] == {f"tail_{i}": 3.0 for i in range(5)}
     assert result["verify_kernels"] == {"target": 100.0} and result["host"] == {}
     with pytest.raises(ValueError, match="several rounds"):
-        check.breakdown([])
+        profile.breakdown([])
     with pytest.raises(ValueError, match="in turn"):
-        check.breakdown([event for event in trace() if event["name"] == "target"])
+        profile.breakdown([event for event in trace() if event["name"] == "target"])
 
 
-def test_kernels_that_overlap_count_once(check):
+def test_kernels_that_overlap_count_once(profile):
     events = [{"ts": ts, "dur": dur} for ts, dur in ((10, 5), (0, 4), (2, 1), (3, 3))]
-    assert check.merged(events) == 11.0 and check.merged([]) == 0.0
+    assert profile.merged(events) == 11.0 and profile.merged([]) == 0.0
 
 
-def test_host_side(check):
+def test_host_side(profile):
     """Launches a fixed time before the GPU starts, and a wait after every launch of a verification graph."""
     events = trace()
     starts = {}
@@ -280,7 +279,7 @@ def test_host_side(check):
         events.append(call | {"ts": start - ahead})
         if i % 3 == 1:
             events.append(call | {"name": "cudaEventSynchronize", "ts": start - 20, "dur": 10.0, "args": {}})
-    assert check.breakdown(events)["host"] == {
+    assert profile.breakdown(events)["host"] == {
         "round": 190.0, "waits": 10.0, "calls": 4, "calls cudaGraphLaunch": 2, "calls cudaEventSynchronize": 1,
         "calls cudaLaunchKernel": 1, "draft_ahead": 40.0, "verify_ahead": 30.0,
     }  # fmt: skip
@@ -289,14 +288,14 @@ def test_host_side(check):
 # ---- checkpoints ----------------------------------------------------------------------------------------------------------
 
 
-def test_padded_heads_compute_the_same(check, tmp_path):
+def test_padded_heads_compute_the_same(checkpoints, tmp_path):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 50, "hidden_size": 36, "intermediate_size": 24, "num_hidden_layers": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3)).eval()
     model.save_pretrained(tmp_path / "a")
-    check.padded_heads(tmp_path / "a", tmp_path / "b", 2)
+    checkpoints.padded_heads(tmp_path / "a", tmp_path / "b", 2)
     padded = AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
     assert (padded.config.num_attention_heads, padded.config.num_key_value_heads, padded.config.head_dim) == (12, 4, 4)
     ids = torch.arange(14).view(2, 7)
@@ -304,14 +303,14 @@ def test_padded_heads_compute_the_same(check, tmp_path):
         torch.testing.assert_close(padded(ids).logits, model(ids).logits)
 
 
-def test_padded_drafter_computes_the_same(check, tmp_path):
+def test_padded_drafter_computes_the_same(checkpoints, tmp_path):
     tiny_models = pytest.importorskip("tiny_models", exc_type=ImportError)
     from dspine.modeling_dspine import DSpineModel
 
     target = tiny_models.tiny_target()
     drafter = tiny_models.tiny_drafter(target)
     drafter.save_pretrained(tmp_path / "a")
-    check.padded_heads(tmp_path / "a", tmp_path / "b", 4)
+    checkpoints.padded_heads(tmp_path / "a", tmp_path / "b", 4)
     padded = DSpineModel.from_pretrained(tmp_path / "b").eval()
     assert padded.config.num_key_value_heads % 4 == 0
     padded.bind_target(target)
@@ -373,18 +372,18 @@ def decoded():
     )
 
 
-def test_draft_pass_is_what_decoding_does(check, decoded):
+def test_draft_pass_is_what_decoding_does(layers, decoded):
     """Accepted lengths of every round follow from passes without a cache."""
     ids, start = decoded.prompt + decoded.answer.output_ids, len(decoded.prompt)
     for length in decoded.answer.accepted_lengths[:-1]:  # the last one may have been cut
-        drafts = check.draft_pass(decoded.target, decoded.drafter, ids, start)["tokens"].tolist()
+        drafts = layers.draft_pass(decoded.target, decoded.drafter, ids, start)["tokens"].tolist()
         following = ids[start + 1 : start + 1 + len(drafts)]
         agreed = next((i for i, (a, b) in enumerate(zip(drafts, following)) if a != b), len(drafts))
         assert agreed + 1 == length
         start += length
 
 
-def test_layers(check, decoded, tmp_path, monkeypatch):
+def test_layers(check, layers, decoded, tmp_path, monkeypatch):
     import copy
 
     from dspine.modeling_dspine import DSpineModel
@@ -394,7 +393,7 @@ def test_layers(check, decoded, tmp_path, monkeypatch):
     exact = {}
     (tmp_path / "records").mkdir()
     for n, start in enumerate((4, 9, 15)):
-        exact[start] = one = check.draft_pass(decoded.target, decoded.drafter, ids, start)
+        exact[start] = one = layers.draft_pass(decoded.target, decoded.drafter, ids, start)
         one = one | {"ids": torch.tensor([ids[start]]), "positions": torch.tensor([start])}
         torch.save(one, tmp_path / "records" / f"pass-{n:03d}.pt")
     stored = {"prompts": {"s": [decoded.prompt]}, "texts": {"eager": {"s": [{"ids": decoded.answer.output_ids}]}}}

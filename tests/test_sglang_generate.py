@@ -6,7 +6,7 @@ import json
 
 import pytest
 from conftest import load_example
-from sglang_testing import FakeSGLang, answer_tokens, fake_tokenizer
+from sglang_testing import answer_tokens
 
 
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -20,24 +20,6 @@ def client_module():
 @pytest.fixture
 def generate(client_module):
     return load_example("generate_sglang")
-
-
-@pytest.fixture
-def servers():
-    made = []
-
-    def make(**options):
-        made.append(FakeSGLang(**options))
-        return made[-1]
-
-    yield make
-    [server.close() for server in made]
-
-
-@pytest.fixture
-def tokenizer(monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: fake_tokenizer())
 
 
 def prompts_file(folder, count):
@@ -60,13 +42,13 @@ def run(generate, tmp_path, server_list, count=40, **options):
     return counts, rows
 
 
-def test_every_prompt_is_answered_at_every_temperature(generate, servers, tokenizer, tmp_path):
-    pair = [servers(), servers()]
+def test_every_prompt_is_answered_at_every_temperature(generate, sglang_servers, character_tokenizer, tmp_path):
+    pair = [sglang_servers(), sglang_servers()]
     counts, rows = run(generate, tmp_path, pair, concurrency=8)
     assert counts["answered"] == len(rows) == 80 and counts["failed"] == counts["unfinished"] == 0
     assert all(0 < server.most <= 8 for server in pair)
-    tok = fake_tokenizer()
-    wanted = {tuple(tok.apply_chat_template([{"content": f"question {i}"}])): f"set-{i % 3}" for i in range(40)}
+    template = character_tokenizer.apply_chat_template
+    wanted = {tuple(template([{"content": f"question {i}"}])): f"set-{i % 3}" for i in range(40)}
     for temperature in (0.0, 1.0):
         part = [row for row in rows if row["temperature"] == temperature]
         assert {tuple(row["input_ids"][: row["prompt_length"]]): row["source"] for row in part} == wanted
@@ -85,8 +67,8 @@ def test_every_prompt_is_answered_at_every_temperature(generate, servers, tokeni
     assert str(schema.field("input_ids").type.value_type) == "uint16"
 
 
-def test_what_exists_is_skipped(generate, servers, tokenizer, tmp_path):
-    server = servers()
+def test_what_exists_is_skipped(generate, sglang_servers, character_tokenizer, tmp_path):
+    server = sglang_servers()
     run(generate, tmp_path, [server], temperatures=[0])
     before = tmp_path / "before.parquet"
     (tmp_path / "out" / "answers-00.parquet").rename(before)
@@ -97,27 +79,27 @@ def test_what_exists_is_skipped(generate, servers, tokenizer, tmp_path):
     assert counts["known"] == 40 and len(rows) == 40
 
 
-def test_time_limit_and_files(generate, servers, tokenizer, tmp_path):
+def test_time_limit_and_files(generate, sglang_servers, character_tokenizer, tmp_path):
     counts, rows = run(
-        generate, tmp_path, [servers(delay=0.05)], 200, concurrency=4, time_limit=0.4, max_file_mib=0.0004
+        generate, tmp_path, [sglang_servers(delay=0.05)], 200, concurrency=4, time_limit=0.4, max_file_mib=0.0004
     )
     assert 8 <= counts["answered"] < 120 and counts["not_begun"] == 400 - counts["answered"]
     assert len(counts["files"]) > 1 and len(rows) == counts["answered"]
-    counts, _ = run(generate, tmp_path, [servers(delay=5.0)], 5, concurrency=4, time_limit=0.1, grace=0.2)
+    counts, _ = run(generate, tmp_path, [sglang_servers(delay=5.0)], 5, concurrency=4, time_limit=0.1, grace=0.2)
     assert counts["answered"] == 0 and counts["unfinished"] >= 3 and counts["seconds"] < 3
 
 
-def test_refused_prompts_are_counted(generate, servers, tokenizer, tmp_path):
-    counts, rows = run(generate, tmp_path, [servers(context=22)], 120)
+def test_refused_prompts_are_counted(generate, sglang_servers, character_tokenizer, tmp_path):
+    counts, rows = run(generate, tmp_path, [sglang_servers(context=22)], 120)
     assert counts["failed"] > 0 and counts["failed"] + len(rows) == 240
     assert any("longer than the context" in text for text in counts["errors"])
-    counts, _ = run(generate, tmp_path, [servers()], 120, max_prompt_tokens=10)
+    counts, _ = run(generate, tmp_path, [sglang_servers()], 120, max_prompt_tokens=10)
     assert counts["too_long"] == 110 and counts["answered"] == 20
 
 
-def test_servers_that_are_not_there_are_left_out(generate, servers, tokenizer, tmp_path):
+def test_servers_that_are_not_there_are_left_out(generate, sglang_servers, character_tokenizer, tmp_path):
     nowhere = type("Server", (), {"url": "http://127.0.0.1:1"})
-    counts, rows = run(generate, tmp_path, [servers(), nowhere], wait=0.1)
+    counts, rows = run(generate, tmp_path, [sglang_servers(), nowhere], wait=0.1)
     assert len(rows) == 80 and counts["servers_not_ready"] == ["http://127.0.0.1:1"]
     with pytest.raises(RuntimeError, match="no server was ready"):
         run(generate, tmp_path, [nowhere], wait=0.1)
@@ -132,8 +114,8 @@ def test_answers_end_with_the_end_token(generate):
     assert generate.answer_of({"output_ids": [], "meta_info": meta}, {2}) is None
 
 
-def test_client(client_module, servers):
-    server = servers(context=30)
+def test_client(client_module, sglang_servers):
+    server = sglang_servers(context=30)
 
     async def go():
         client = client_module.Client(server.url)
