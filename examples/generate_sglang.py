@@ -27,10 +27,17 @@ from sglang_client import Client, Refused
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """`(text, source)` of JSON lines with `prompt`, or `turns`, of which the first is asked."""
+    """`(text, source)` of JSON lines with `prompt`, or `turns`, of which the first is asked.
+
+    Raises:
+        ValueError: a line has neither.
+    """
     opened = gzip.open(path, "rt", encoding="utf-8") if str(path).endswith(".gz") else open(path, encoding="utf-8")
     with opened as lines:
         records = [json.loads(line) for line in lines if line.strip()]
+    for number, record in enumerate(records, 1):
+        if not (record.get("prompt") or record.get("turns")):
+            raise ValueError(f"record {number} of {path} must have prompt or turns, got the keys {sorted(record)}")
     return [(record.get("prompt") or record["turns"][0], str(record.get("source", ""))) for record in records]
 
 

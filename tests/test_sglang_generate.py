@@ -149,3 +149,10 @@ def test_chunked_answers(client_module):
             await client_module.read_answer(reader)
 
     asyncio.run(go())
+
+
+def test_a_line_without_a_prompt_is_named(generate, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n{"question": "two"}\n')
+    with pytest.raises(ValueError, match=r"record 2 of .* must have prompt or turns, got the keys \['question'\]"):
+        generate.read_prompts(path)
