@@ -161,11 +161,13 @@ async def prepare(client: Client, prompts: list[list[int]], sampling: dict) -> d
     return {"facts": await server_facts(client), "one_token_seconds": alone, "runs": []}
 
 
-async def measure(args: argparse.Namespace, prompts: list[list[int]]) -> dict:
+async def measure(args: argparse.Namespace, prompts: list[list[int]], result: dict) -> None:
+    """Adds figures to `result` and writes it after every concurrency: a run that is cut keeps what it has."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_new_tokens": args.max_new_tokens}
     sampling["ignore_eos"] = args.ignore_eos
     clients = {name: Client(url) for name, url in args.server}
     servers = {name: await prepare(client, prompts, sampling) for name, client in clients.items()}
+    result |= {"sampling": sampling, "prompts": len(prompts), "servers": servers}
     whole = args.warm_up + args.seconds
     for concurrency in args.concurrency:
         burst = min(concurrency, args.burst or max(1, concurrency // 8))
@@ -177,8 +179,8 @@ async def measure(args: argparse.Namespace, prompts: list[list[int]]) -> dict:
             if errors:
                 figures["error_texts"] = errors[:5]
             servers[name]["runs"].append(figures)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
     [client.close() for client in clients.values()]
-    return {"sampling": sampling, "prompts": len(prompts), "servers": servers}
 
 
 async def server_facts(client: Client) -> dict:
@@ -205,9 +207,8 @@ def main(argv: list[str] | None = None) -> None:
     ]
     argv = sys.argv[1:] if argv is None else argv
     result = {"command": [Path(sys.argv[0]).name, *argv], "python": platform.python_version()}
-    result |= asyncio.run(measure(args, prompts))
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    asyncio.run(measure(args, prompts, result))
     if any(figures["errors"] for one in result["servers"].values() for figures in one["runs"]):
         sys.exit("some requests failed; see error_texts in the output")
 

@@ -127,6 +127,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     one.add_argument("--steps", type=int, default=16, help="scheduler steps to record")
     one.add_argument("--after", type=float, default=0.5, help="seconds of load before recording")
+    one.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a trace")
     args = parser.parse_args(argv)
     if args.check in ("distribution", "rounds") and len(args.server) < 2:
         parser.error(f"{args.check} compares servers with the first one, got {len(args.server)}")

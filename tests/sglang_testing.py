@@ -1,9 +1,11 @@
 """What the tests of the SGLang integration share: a tiny configuration, and a stand-in for a server that speaks real HTTP."""
 
 import asyncio
+import gzip
 import json
 import random
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 from dspine.configuration_dspine import DSpineConfig
@@ -49,13 +51,15 @@ class FakeSGLang:
         leak: tokens that the KV pool never gets back for every aborted or disconnected request.
         wrong_after: answers given before greedy ones turn wrong; None: never.
         rounds: tokens of every verification round; None: a server without drafter.
+        trace: events that the profiler writes once an answer was given after its start; None: it never writes.
         port: 0 takes a free one.
     """
 
-    def __init__(self, context=256, delay=0.0, leak=0, wrong_after=None, rounds=2, port=0):
+    def __init__(self, context=256, delay=0.0, leak=0, wrong_after=None, rounds=2, trace=None, port=0):
         self.context, self.delay, self.leak, self.wrong_after, self.rounds = context, delay, leak, wrong_after, rounds
         self.now = self.most = self.answered = self.leaked = self.refused = self.aborted = self.left = 0
         self.asked, self.active, self.serial = [], {}, 0
+        self.trace, self.trace_folder = trace, None
         self._loop = asyncio.new_event_loop()
         started = threading.Event()
 
@@ -110,6 +114,9 @@ class FakeSGLang:
             return self._reply(
                 writer, 200, {"version": "0.5.17", "tp_size": 1, "secret": 1, "max_total_num_tokens": 1000}
             )
+        if path.startswith("/start_profile") and self.trace is not None:
+            self.trace_folder = Path(json.loads(data)["output_dir"])
+            return self._reply(writer, 200, None)
         if path.startswith("/abort_request"):
             event = self.active.get(json.loads(data)["rid"])
             if event is not None:
@@ -157,6 +164,10 @@ class FakeSGLang:
             if self.rounds:
                 meta["spec_verify_ct"] = -(-(len(tokens) - 1) // self.rounds)
             answers.append({"output_ids": tokens, "meta_info": meta})
+        if self.trace_folder is not None:
+            with gzip.open(self.trace_folder / "1.trace.json.gz", "wt") as file:
+                json.dump({"traceEvents": self.trace}, file)
+            self.trace_folder = None
         if body.get("stream"):
             writer.write(b"data: " + json.dumps(answers[0]).encode() + b"\n\ndata: [DONE]\n\n")
             await writer.drain()
@@ -181,6 +192,36 @@ class FakeSGLang:
                 self.leaked += self.leak
                 raise ConnectionError
         return False
+
+
+def trace_of_rounds(rounds=4):
+    """Events of a made-up trace: a draft graph of 30 kernels with a tail of 5, a verification graph of 100, a gap with one kernel."""
+    events, now, correlation = [], 1000.0, 1
+
+    def kernel(name, duration):
+        nonlocal now
+        events.append(
+            {"cat": "kernel", "name": name, "ts": now, "dur": duration, "args": {"correlation": correlation}}
+        )
+        now += duration
+
+    for _ in range(rounds):
+        for i in range(25):
+            kernel("RMSNormKernel" if i == 24 else "gemm", 2.0)
+        for i in range(5):
+            kernel(f"tail_{i}", 3.0)
+        correlation += 1
+        now += 4.0
+        for _ in range(100):
+            kernel("target", 1.0)
+        correlation += 1
+        now += 5.0
+        kernel("commit", 6.0)
+        correlation += 1
+        now += 10.0
+    events.append({"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1})
+    random.Random(0).shuffle(events)
+    return events
 
 
 def fake_tokenizer():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load_example
-from sglang_testing import tiny_config
+from sglang_testing import tiny_config, trace_of_rounds
 
 
 def example(name):
@@ -217,38 +217,8 @@ def test_a_step_is_what_a_request_takes_beyond_its_first_token(rounds):
     assert rounds.step_of(whole | {"rounds": 0}, empty, 4) == {"seconds_per_step": 0.1, "accepted_length": 1.0}
 
 
-def trace(rounds=4):
-    """Events of a made-up trace: a draft graph of 30 kernels with a tail of 5, a verification graph of 100, a gap with one kernel."""
-    events, now, correlation = [], 1000.0, 1
-
-    def kernel(name, duration):
-        nonlocal now
-        events.append(
-            {"cat": "kernel", "name": name, "ts": now, "dur": duration, "args": {"correlation": correlation}}
-        )
-        now += duration
-
-    for _ in range(rounds):
-        for i in range(25):
-            kernel("RMSNormKernel" if i == 24 else "gemm", 2.0)
-        for i in range(5):
-            kernel(f"tail_{i}", 3.0)
-        correlation += 1
-        now += 4.0
-        for _ in range(100):
-            kernel("target", 1.0)
-        correlation += 1
-        now += 5.0
-        kernel("commit", 6.0)
-        correlation += 1
-        now += 10.0
-    events.append({"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1})
-    random.Random(0).shuffle(events)
-    return events
-
-
 def test_breakdown(profile):
-    result = profile.breakdown(trace())
+    result = profile.breakdown(trace_of_rounds())
     assert result["microseconds"] == {"round": 190.0, "draft": 50.0, "tail": 15.0, "verify": 100.0, "rest": 25.0}
     assert result["running"] == {"round": 171.0, "draft": 50.0, "tail": 15.0, "verify": 100.0, "rest": 6.0}
     assert result["kernels"] == {"round": 131, "draft": 25, "tail": 5, "verify": 100, "rest": 1}
@@ -257,7 +227,7 @@ def test_breakdown(profile):
     with pytest.raises(ValueError, match="several rounds"):
         profile.breakdown([])
     with pytest.raises(ValueError, match="in turn"):
-        profile.breakdown([event for event in trace() if event["name"] == "target"])
+        profile.breakdown([event for event in trace_of_rounds() if event["name"] == "target"])
 
 
 def test_kernels_that_overlap_count_once(profile):
@@ -265,9 +235,32 @@ def test_kernels_that_overlap_count_once(profile):
     assert profile.merged(events) == 11.0 and profile.merged([]) == 0.0
 
 
+def test_profile_keeps_the_server_busy_until_the_trace_is_there(check, sglang_servers, tmp_path):
+    """A stand-in that records only while it answers, as SGLang does; one answer takes less time than `--after`."""
+    busy, silent = sglang_servers(delay=0.01, trace=trace_of_rounds()), sglang_servers(delay=0.01)
+    out = tmp_path / "profile.json"
+    arguments = ["profile", "--server", f"dspine={busy.url}", f"other={silent.url}", "--output", str(out)]
+    arguments += ["--concurrency", "1", "3", "--prompt-tokens", "5", "--vocabulary", "900", "--new-tokens", "9"]
+    result = check.main([*arguments, "--after", "0.1", "--steps", "4", "--patience", "0.5", "--repeats", "1"])
+    for concurrency in (1, 3):
+        (found,), (failed,) = (result["concurrency"][concurrency][name] for name in ("dspine", "other"))
+        assert found["rounds"] == 3 and found["microseconds"]["draft"] == 50.0
+        assert found["rest_kernels"] == {"commit": 6.0} and "no trace was written" in failed["error"]
+    assert busy.most == silent.most == 3 and result["ratios"][3] == {"dspine over other": {}}
+    assert json.loads(out.read_text())["concurrency"]["3"] == result["concurrency"][3]
+
+
+def test_ratios_of_two_servers(profile):
+    found = profile.breakdown(trace_of_rounds())
+    slow = {kind: {name: 1.5 * value for name, value in found[kind].items()} for kind in ("running", "verify_kernels")}
+    both = profile.ratios([slow, {"error": "x"}, slow], [found])
+    assert both == {"running": dict.fromkeys(found["running"], 1.5), "verify_kernels": {"target": 1.5}}
+    assert profile.ratios([{"error": "x"}], [found]) == {}
+
+
 def test_host_side(profile):
     """Launches a fixed time before the GPU starts, and a wait after every launch of a verification graph."""
-    events = trace()
+    events = trace_of_rounds()
     starts = {}
     for event in events:
         if event["cat"] == "kernel":
@@ -279,8 +272,9 @@ def test_host_side(profile):
         events.append(call | {"ts": start - ahead})
         if i % 3 == 1:
             events.append(call | {"name": "cudaEventSynchronize", "ts": start - 20, "dur": 10.0, "args": {}})
+            events += [{"cat": "cpu_op", "name": "aten::add", "ts": start - i, "dur": 1.0} for i in (1, 2)]
     assert profile.breakdown(events)["host"] == {
-        "round": 190.0, "waits": 10.0, "calls": 4, "calls cudaGraphLaunch": 2, "calls cudaEventSynchronize": 1,
+        "round": 190.0, "waits": 10.0, "in_calls": 25.0, "operations": 2, "calls": 4, "calls cudaGraphLaunch": 2, "calls cudaEventSynchronize": 1,
         "calls cudaLaunchKernel": 1, "draft_ahead": 40.0, "verify_ahead": 30.0,
     }  # fmt: skip
 

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 from conftest import load_example
-from sglang_testing import FakeSGLang
 
 
 @pytest.fixture
@@ -15,12 +14,9 @@ def stress():
 
 
 @pytest.fixture
-def run(stress, tmp_path):
-    servers = []
-
+def run(stress, sglang_servers, tmp_path):
     def go(during=None, requests=300, options=(), **server_options):
-        servers.append(FakeSGLang(**{"delay": 0.01, "context": 256} | server_options))
-        server = servers[-1]
+        server = sglang_servers(**{"delay": 0.01, "context": 256} | server_options)
         if during is not None:
             threading.Timer(0.3, during, [server]).start()
         arguments = ["--url", server.url, "--output", str(tmp_path / "stress.json"), "--requests", str(requests)]
@@ -31,8 +27,7 @@ def run(stress, tmp_path):
         assert json.loads((tmp_path / "stress.json").read_text()) == json.loads(json.dumps(result))
         return result, server
 
-    yield go
-    [server.close() for server in servers]
+    return go
 
 
 def test_a_healthy_server_passes(run):

@@ -114,11 +114,12 @@ def prepare(args) -> dict:
 
         export_dflash(DSpineModel.from_pretrained(args.dflash, dtype="auto"), args.folder / "dflash")
 
+    # the quickest first: servers may be waiting for them
+    for name in SHAPES:
+        attempt(name, lambda name=name: dummy_shape(name, args.folder))
     if args.dflash:
         attempt("dflash", dflash)
     if args.target and args.dspine:
         attempt("padded target", lambda: padded_heads(args.target, args.folder / "padded-target", args.ranks))
         attempt("padded dspine", lambda: padded_heads(args.dspine, args.folder / "padded-dspine", args.ranks))
-    for name in SHAPES:
-        attempt(name, lambda name=name: dummy_shape(name, args.folder))
     return {"done": done, "failed": failed}

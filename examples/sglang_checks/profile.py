@@ -7,7 +7,9 @@ import random
 import re
 import statistics
 import time
+from bisect import bisect
 from collections import Counter
+from pathlib import Path
 
 from sglang_client import Client
 
@@ -32,15 +34,18 @@ def host_side(events: list[dict], launches: list[float]) -> dict:
     """The host's part of a round, from the trace's runtime calls between one draft graph's launch and the next.
 
     Returns:
-        Medians: microseconds of a round, of it in waits (`...Synchronize`), calls of each kind; empty without runtime events.
+        Medians: microseconds of a round, of it in waits (`...Synchronize`) and in all calls, how many calls, of each kind too, and
+        how many operations of PyTorch; empty without runtime events.
     """
     calls = sorted((event for event in events if event.get("cat") in RUNTIME), key=lambda event: event["ts"])
+    operations = sorted(event["ts"] for event in events if event.get("cat") == "cpu_op")
     found: dict[str, list[float]] = {}
     for begin, end in zip(launches, launches[1:]):
         inside = [event for event in calls if begin <= event["ts"] < end]
         waits = sum(event["dur"] for event in inside if "Synchronize" in event["name"])
         kinds = Counter(event["name"] for event in inside)
-        one = {"round": end - begin, "waits": waits, "calls": len(inside)}
+        one = {"round": end - begin, "waits": waits, "in_calls": sum(event["dur"] for event in inside)}
+        one |= {"calls": len(inside), "operations": bisect(operations, end) - bisect(operations, begin)}
         one |= {f"calls {name}": count for name, count in kinds.most_common(8)}
         for name, value in one.items():
             found.setdefault(name, []).append(value)
@@ -55,7 +60,7 @@ def breakdown(events: list[dict]) -> dict:
 
     Returns:
         Medians over rounds: `microseconds` from a part's first kernel to its last one's end, `running` of it in which a kernel ran,
-        `kernels` launched; the `host`'s part; the longest kernels of tail and verification.
+        `kernels` launched; the `host`'s part; the longest kernels of every part.
 
     Raises:
         ValueError: the trace does not hold two kinds of graphs in turn.
@@ -77,7 +82,7 @@ def breakdown(events: list[dict]) -> dict:
 
     names = ("round", "draft", "tail", "verify", "rest")
     found = {kind: {name: [] for name in names} for kind in ("microseconds", "running", "kernels")}
-    longest: dict[str, list[Counter]] = {"tail": [], "verify": []}
+    longest: dict[str, list[Counter]] = {name: [] for name in ("draft", "tail", "verify", "rest")}
     for i in range(len(graphs) - 2):
         if not (is_draft[i] and not is_draft[i + 1] and is_draft[i + 2]):
             continue
@@ -133,48 +138,93 @@ def breakdown(events: list[dict]) -> dict:
     return result
 
 
+def ratios(first: list[dict], other: list[dict]) -> dict:
+    """Times of the first server over another's: `running` of every part, and verification kernel by kernel, which both do alike.
+
+    Where all long kernels have one ratio, the GPU's clock differed; where only products do, their data or the power limit; where one
+    does, its inputs. Breakdowns with an `error` are left out; empty where none is left.
+    """
+    good = [[one for one in found if "error" not in one] for found in (first, other)]
+    if not all(good):
+        return {}
+
+    def median(found, kind, name):
+        values = [one[kind][name] for one in found if name in one[kind]]
+        return statistics.median(values) if values else None
+
+    def over(kind):
+        pairs = {name: [median(found, kind, name) for found in good] for name in good[0][0][kind]}
+        return {name: a / b for name, (a, b) in pairs.items() if a is not None and b}
+
+    return {"running": over("running"), "verify_kernels": over("verify_kernels")}
+
+
+async def record(client: Client, prompts: list[list[int]], new_tokens: int, args, folder: Path) -> dict:
+    """The breakdown of `--steps` steps under a load of all prompts again and again, by SGLang's profiler.
+
+    Raises:
+        ValueError: no trace was written, or it is none of rounds.
+        OSError, RuntimeError: the server does not answer.
+    """
+    done = False
+
+    async def load():  # until the trace is there: short answers may end before it has begun
+        while not done:
+            await timed(client, prompts, new_tokens)
+
+    busy = asyncio.create_task(load())
+    try:
+        await asyncio.sleep(args.after)
+        body = {"output_dir": str(folder), "num_steps": args.steps, "activities": ["CPU", "GPU"]}
+        await client.json("/start_profile", body | {"with_stack": False, "record_shapes": False})
+        began, files = time.monotonic(), []
+        while not files and not busy.done():
+            if time.monotonic() - began > args.patience:
+                raise ValueError(f"no trace was written to {folder} within {args.patience:g} s")
+            await asyncio.sleep(0.2)
+            files = [path for path in folder.rglob("*.json.gz") if path.stat().st_size]
+    finally:
+        done = True
+        await busy
+    for attempt in range(40):
+        try:
+            with gzip.open(files[0], "rt") as trace:
+                return breakdown(json.load(trace)["traceEvents"])
+        except (EOFError, json.JSONDecodeError):  # still being written
+            if attempt == 39:
+                raise
+            await asyncio.sleep(0.25)
+
+
 def profile(args) -> dict:
     order, result = random.Random(1), {"servers": dict(args.server), "concurrency": {}}
 
     async def one(name, url, concurrency, repeat):
-        client = Client(url)
+        client = Client(url, timeout=60.0)
         folder = (args.output.parent / f"trace-{args.output.stem}-{name}-{concurrency}-{repeat}").absolute()
         folder.mkdir(parents=True, exist_ok=True)
         prompts = [
             [order.randrange(100, args.vocabulary) for _ in range(args.prompt_tokens)] for _ in range(concurrency)
         ]
-        load = asyncio.create_task(timed(client, prompts, args.new_tokens))
-        await asyncio.sleep(args.after)
-        body = {"output_dir": str(folder), "num_steps": args.steps, "activities": ["CPU", "GPU"]}
-        body |= {"with_stack": False, "record_shapes": False}
-        await client.json("/start_profile", body)
-        await load
-        began, files = time.monotonic(), []
-        while time.monotonic() - began < 20 and not files:
-            files = [path for path in folder.rglob("*.json.gz") if path.stat().st_size]
-            await asyncio.sleep(0.5)
-        client.close()
-        if not files:
-            raise ValueError(f"no trace was written to {folder}")
-        for attempt in range(20):
-            try:
-                with gzip.open(files[0], "rt") as trace:
-                    return breakdown(json.load(trace)["traceEvents"])
-            except (EOFError, json.JSONDecodeError):  # still being written
-                if attempt == 19:
-                    raise
-                await asyncio.sleep(0.5)
+        try:
+            return await record(client, prompts, args.new_tokens, args, folder)
+        finally:
+            client.close()
 
     for concurrency in args.concurrency:
         # there and back again: the first trace of a process is the most disturbed
         turns = [(server, repeat) for repeat in range(args.repeats) for server in args.server[:: 1 - 2 * (repeat % 2)]]
-        figures = {name: [] for name, _ in args.server}
+        figures = result["concurrency"].setdefault(concurrency, {name: [] for name, _ in args.server})
         for (name, url), repeat in turns:
             try:
                 found = asyncio.run(one(name, url, concurrency, repeat))
-            except (ValueError, OSError, RuntimeError, EOFError) as error:
+            except (ValueError, OSError, RuntimeError, EOFError, IndexError) as error:
                 found = {"error": f"{type(error).__name__}: {error}"}
             figures[name].append(found)
             print(concurrency, name, json.dumps(found), flush=True)
-        result["concurrency"][concurrency] = figures
+            args.output.write_text(json.dumps(result, indent=1) + "\n")  # a cut run keeps what it has
+        first, *others = figures
+        compared = {f"{first} over {name}": ratios(figures[first], figures[name]) for name in others}
+        result.setdefault("ratios", {})[concurrency] = compared
+        print(concurrency, json.dumps(compared), flush=True)
     return result

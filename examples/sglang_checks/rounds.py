@@ -129,6 +129,7 @@ def rounds(args) -> dict:
                 figures[first][f"over_{name}_range"] = [min(values), max(values)]
             result["concurrency"][concurrency] = figures
             print(concurrency, json.dumps(figures), flush=True)
+            args.output.write_text(json.dumps(result, indent=1) + "\n")  # a cut run keeps what it has
 
         [client.close() for client in clients.values()]
 
