@@ -2,17 +2,20 @@
 
     python examples/benchmark.py --target PATH --drafter dspine=PATH --drafter dflash=PATH \
         --bench-dir FOLDER --max-samples 80 --temperatures 0 1 --block-sizes 16 8 --out results/smollm2
-    torchrun --standalone --nproc_per_node 8 examples/benchmark.py ... --baselines target --mix-sets --batch-size 40
+    torchrun --standalone --nproc_per_node 16 examples/benchmark.py ... --baselines target --mix-sets --batch-size 140
     python examples/benchmark.py --backend sglang --target PATH --server target=http://127.0.0.1:30000 \
         --server dspine=http://127.0.0.1:30001 --concurrency 1 8 32 --bench-dir FOLDER --out results/served
 
-Under `torchrun` the prompts are shared out over the processes and nothing else changes. More processes than GPUs share them, which is
-faster where a small target waits for the host; lengths and texts stay what they are, but speeds are then those of a crowded device:
-measure speed in a run of its own, one process and `--batch-size 1`.
+Under `torchrun` the processes share out the work in whole batches of one method each, those of the longest answers first: a round of a
+small target waits for the host and costs the same for 100 rows as for 10, so large batches and several processes on each GPU are
+fastest. The target's greedy answers come first, since texts at T=0 are compared with them. Lengths and texts stay what they are, but
+speeds are then those of a crowded device: measure speed in a run of its own, one process and `--batch-size 1`. A batch that does not
+fit into a device's memory is decoded in halves. (Processes in front of servers share out the prompts instead.)
 
 Without `--bench-dir` the sets come from the Hub. Every finished batch is on disk at once; the same command continues a run that was
-cut, and `--summary-only` sums up what a killed one left. At T=0 a drafter's text must be the target's own; where it parts from it, the first difference is scored again in fp32, and more
-than a near-tie is counted as a fault. `python examples/report.py results/smollm2` turns the folder into a page.
+cut, with any number of processes, and `--summary-only` sums up what a killed one left. At T=0 a drafter's text must be the target's
+own; where it parts from it, the first difference is scored again in fp32, and more than a near-tie is counted as a fault.
+`python examples/report.py results/smollm2` turns the folder into a page.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,7 +50,7 @@ from dspine.integrations.evaluation import (
     load_token_prompts,
     summarise_records,
 )
-from dspine.integrations.evaluation.decoding import prompt_seed
+from dspine.integrations.evaluation.decoding import check_transformers_loop, prompt_seed
 from dspine.integrations.evaluation.results import assisted_name, fingerprint, write_json
 from dspine.modeling_dspine import DSpineModel, implementation_report
 
@@ -133,7 +137,7 @@ def named(entries: list[str]) -> dict[str, str]:
 
 
 def read_prompts(args, tokenizer) -> list:
-    """This process's prompts, the sets taken in turns, so that a run that is cut has some of each."""
+    """All prompts, the sets taken in turns, so that a run that is cut has some of each."""
     if args.prompts is not None:
         names = None if args.datasets == list(BENCHMARKS) else args.datasets
         prompts = load_token_prompts(args.prompts, names, args.max_samples)
@@ -154,10 +158,13 @@ def read_prompts(args, tokenizer) -> list:
     for prompt in prompts:
         order.append(place[prompt.dataset])
         place[prompt.dataset] += 1
-    prompts = [prompts[i] for i in sorted(range(len(prompts)), key=lambda i: order[i])]
-    # equal work for all: where answers are known, every process gets long and short ones alike
+    return [prompts[i] for i in sorted(range(len(prompts)), key=lambda i: order[i])]
+
+
+def part_of(prompts: list, rank: int, world: int) -> list:
+    """One process's prompts: equal work for all, where answers are known every process gets long and short ones alike."""
     places = sorted(range(len(prompts)), key=lambda i: prompts[i].answer_length or 0)
-    return [prompts[i] for i in sorted(places[args.rank :: args.world])]
+    return [prompts[i] for i in sorted(places[rank::world])]
 
 
 def batches(prompts: list, size: int, mix_sets: bool = False) -> list[list]:
@@ -173,6 +180,73 @@ def batches(prompts: list, size: int, mix_sets: bool = False) -> list[list]:
         rows = sorted(rows, key=lambda prompt: (prompt.answer_length or 0, len(prompt.input_ids)))
         parts.append([rows[i : i + size] for i in range(0, len(rows), size)])
     return [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
+
+
+@dataclass
+class Unit:
+    """What one process does at a time: the prompts of a batch that are not in the store yet, decoded by one method."""
+
+    temperature: float
+    seed: int
+    place: int  # of the batch among all batches
+    prompts: list
+    method: dict
+
+    @property
+    def gives_answers(self) -> bool:
+        """Whether texts of other units are compared with this one's."""
+        return self.temperature == 0 and self.method["kind"] == "target"
+
+    def rounds(self, max_new_tokens: int) -> float:
+        """Roughly how many rounds it takes, in passes of the target alone; good enough to share work out.
+
+        A batch runs as long as its longest answer; drafters commit some 4 tokens a round at T=0 and 2 at T > 0, and their
+        rounds cost about a third more.
+        """
+        lengths = [min(prompt.answer_length or max_new_tokens, max_new_tokens) for prompt in self.prompts]
+        if self.method["kind"] == "target":
+            return max(lengths)
+        # Transformers' assisted generation takes one prompt at a time
+        length = max(lengths) if self.method["kind"] == "drafter" else sum(lengths)
+        return length / (3 if self.temperature == 0 else 1.5)
+
+
+def share_out(units: list[Unit], world: int, max_new_tokens: int) -> tuple[list[list[Unit]], list[list[Unit]]]:
+    """Two parts of every process's work, between which all processes meet.
+
+    The first part holds what gives answers, shared out evenly, and work that needs no answers where a process would only wait for the
+    others. Units start in the order of their batches, longest answers first, with all methods and temperatures of a batch, each at the
+    process that is free first: a run that is cut then has the same prompts of all methods as far as possible, and short units at the
+    end make all processes finish at about the same time. All processes compute the same plan.
+    """
+    rounds = {id(unit): unit.rounds(max_new_tokens) for unit in units}
+    longest = defaultdict(float)
+    for unit in units:
+        lengths = [min(prompt.answer_length or max_new_tokens, max_new_tokens) for prompt in unit.prompts]
+        longest[unit.place] = max(longest[unit.place], *lengths)
+    units = sorted(units, key=lambda unit: (-longest[unit.place], unit.place, -rounds[id(unit)]))
+    first, then = ([[] for _ in range(world)] for _ in range(2))
+    load = [0.0] * world
+
+    def give(shares: list[list[Unit]], unit: Unit, until: float = float("inf")) -> bool:
+        rank = load.index(min(load))
+        if load[rank] + rounds[id(unit)] > until:
+            return False
+        load[rank] += rounds[id(unit)]
+        shares[rank].append(unit)
+        return True
+
+    for unit in units:
+        if unit.gives_answers:
+            give(first, unit)
+    meeting, rest = max(load), []
+    for unit in units:
+        if not unit.gives_answers and not (unit.temperature > 0 and give(first, unit, meeting)):
+            rest.append(unit)
+    load = [0.0] * world
+    for unit in rest:
+        give(then, unit)
+    return first, then
 
 
 def versions(args) -> dict:
@@ -208,6 +282,8 @@ class TransformersRun:
     """Target, drafters and baselines in this process; `methods` are run on every batch in turn."""
 
     def __init__(self, args):
+        if "assisted" in args.baselines:
+            check_transformers_loop()  # now, not after hours of other work
         dtype = getattr(torch, args.dtype)
         options = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
         self.args = args
@@ -215,6 +291,8 @@ class TransformersRun:
         self.tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         self.check = None if args.no_exactness else NearTieCheck(self.target, args.tie_gap)
         self.methods, self.drafters = [], {}
+        self.warm = set()  # methods that have run
+        self.sums = defaultdict(lambda: [0, 0])  # tokens and rounds so far
         for name in (name for name in args.baselines if name != "assisted"):
             self.methods.append({"method": name, "kind": name, "block_size": None, "fingerprint": None})
         for name, folder in named(args.drafter).items():
@@ -266,57 +344,85 @@ class TransformersRun:
             return decode_in_transformers_loop(self.target, drafter, prompts, *common)
         return decode_with_drafter(self.target, drafter, prompts, *common, block_size=method["block_size"])
 
-    def run(self, store: ResultStore, prompts: list, deadline: float) -> bool:
-        """All that is not in the store yet; False if the deadline came first."""
-        args = self.args
-        plan = []
+    def decode_what_fits(self, unit: Unit, prompts: list, max_new_tokens: int) -> list:
+        """`decode`, in halves where a batch does not fit into the device's memory."""
+        try:
+            return self.decode(unit.method, prompts, unit.temperature, unit.seed, max_new_tokens)
+        except torch.OutOfMemoryError:
+            if len(prompts) == 1:
+                raise
+        # outside of `except`, where the traceback would keep the tensors alive
+        torch.cuda.empty_cache()
+        half = (len(prompts) + 1) // 2
+        print(f"{unit.method['method']}: {len(prompts)} rows do not fit, {half} at a time", file=sys.stderr)
+        parts = (prompts[:half], prompts[half:])
+        return [answer for part in parts for answer in self.decode_what_fits(unit, part, max_new_tokens)]
+
+    def missing(self, store: ResultStore, prompts: list) -> list[Unit]:
+        """All that is not in the store yet."""
+        args, units = self.args, []
         for temperature in args.temperatures:
             for seed in args.seeds if temperature > 0 else args.seeds[:1]:
-                for batch in batches(prompts, args.batch_size, args.mix_sets):
-                    plan.append((temperature, seed, batch))
-        missing = sum(
-            store.key(self.record(method, prompt, temperature, seed)) not in store.done
-            for temperature, seed, batch in plan
-            for prompt in batch
-            for method in self.methods
-        )
-        # the target's greedy answers, from this run or an earlier one: what texts are compared with
+                for place, batch in enumerate(batches(prompts, args.batch_size, args.mix_sets)):
+                    for method in self.methods:
+                        keys = [store.key(self.record(method, prompt, temperature, seed)) for prompt in batch]
+                        todo = [prompt for prompt, key in zip(batch, keys) if key not in store.done]
+                        if todo:
+                            units.append(Unit(temperature, seed, place, todo, method))
+        return units
+
+    def run(self, store: ResultStore, prompts: list, deadline: float) -> bool:
+        """This process's share of all that is not in the store yet; False if the deadline came first."""
+        args = self.args
+        units = self.missing(store, prompts)
+        if args.world == 1:
+            # in the order asked for: temperature by temperature, and every batch by all methods in turn
+            first, then = units, []
+        else:
+            # nobody may write before all have read what is missing, or their plans would differ
+            agreed(True, args.world)
+            first, then = (part[args.rank] for part in share_out(units, args.world, args.max_new_tokens))
+        total = sum(len(unit.prompts) for unit in first + then)
+        with tqdm(total=total, desc="requests", unit="request", disable=args.rank > 0, file=sys.stderr) as bar:
+            finished = self.work(store, first, deadline, bar)
+            if args.world > 1:
+                finished = agreed(finished, args.world) and self.work(store, then, deadline, bar)
+        return finished
+
+    def work(self, store: ResultStore, units: list[Unit], deadline: float, bar) -> bool:
+        """Decodes units in turn; False if the deadline came first."""
+        args = self.args
+        # the target's greedy answers, from any process of this run or an earlier one: what texts are compared with
         answers = {
             (r["dataset"], r["index"]): r["output_ids"]
             for r in store.records()
             if r["kind"] == "target" and r["temperature"] == 0 and r.get("output_ids")
         }
-        warm, sums = set(), defaultdict(lambda: [0, 0])
-        with tqdm(total=missing, desc="requests", unit="request", disable=args.rank > 0, file=sys.stderr) as bar:
-            for temperature, seed, batch in plan:
-                for method in self.methods:
-                    if time.monotonic() > deadline:
-                        return False
-                    todo = [p for p in batch if store.key(self.record(method, p, temperature, seed)) not in store.done]
-                    if not todo:
-                        continue
-                    name = (method["method"], method["block_size"], temperature > 0)
-                    if name not in warm and args.warmup_tokens > 1:
-                        # builds kernels and graphs of this method, which must not be charged to the first prompt
-                        self.decode(method, todo, temperature, seed, args.warmup_tokens)
-                        warm.add(name)
-                    decoded, finished = self.decode(method, todo, temperature, seed, args.max_new_tokens), []
-                    for prompt, answer in zip(todo, decoded):
-                        record = self.record(method, prompt, temperature, seed, answer)
-                        greedy = temperature == 0
-                        request = (prompt.dataset, prompt.index)
-                        if greedy and method["kind"] == "target":
-                            answers[request] = record["output_ids"] = answer.output_ids
-                        elif greedy and self.check is not None and request in answers:
-                            record["exactness"] = self.check(prompt.input_ids, answers[request], answer.output_ids)
-                        finished.append(record)
-                        if method["kind"] == "drafter":
-                            total = sums[f"{method['method']}/{method['block_size']}"]
-                            total[0] += sum(answer.accepted_lengths)
-                            total[1] += len(answer.accepted_lengths)
-                    store.add(*finished)
-                    bar.update(len(todo))
-                    bar.set_postfix({k: f"{a / max(b, 1):.2f}" for k, (a, b) in sums.items()}, refresh=False)
+        for unit in units:
+            if time.monotonic() > deadline:
+                return False
+            method, greedy = unit.method, unit.temperature == 0
+            name = (method["method"], method["block_size"], greedy)
+            if name not in self.warm and args.warmup_tokens > 1:
+                # builds kernels and graphs of this method, which must not be charged to the first prompt
+                self.decode_what_fits(unit, unit.prompts, args.warmup_tokens)
+                self.warm.add(name)
+            decoded, finished = self.decode_what_fits(unit, unit.prompts, args.max_new_tokens), []
+            for prompt, answer in zip(unit.prompts, decoded):
+                record = self.record(method, prompt, unit.temperature, unit.seed, answer)
+                request = (prompt.dataset, prompt.index)
+                if unit.gives_answers:
+                    answers[request] = record["output_ids"] = answer.output_ids
+                elif greedy and self.check is not None and request in answers:
+                    record["exactness"] = self.check(prompt.input_ids, answers[request], answer.output_ids)
+                finished.append(record)
+                if method["kind"] == "drafter":
+                    total = self.sums[f"{method['method']}/{method['block_size']}"]
+                    total[0] += sum(answer.accepted_lengths)
+                    total[1] += len(answer.accepted_lengths)
+            store.add(*finished)
+            bar.update(len(unit.prompts))
+            bar.set_postfix({k: f"{a / max(b, 1):.2f}" for k, (a, b) in self.sums.items()}, refresh=False)
         return True
 
     def record(self, method, prompt, temperature, seed, answer=None) -> dict:
@@ -362,6 +468,7 @@ class ServerRun:
 
     def run(self, store: ResultStore, prompts: list, deadline: float) -> bool:
         args, sets = self.args, defaultdict(list)
+        prompts = part_of(prompts, args.rank, args.world)
         for prompt in prompts:
             sets[prompt.dataset].append(prompt)
         plan = [
@@ -441,7 +548,7 @@ def print_table(summary: dict) -> None:
 
 
 def agreed(finished: bool, world: int) -> bool:
-    """Whether all processes finished; waits for them."""
+    """Whether all processes finished; waits for them, so every process must call it equally often."""
     if world == 1:
         return finished
     flag = torch.tensor(int(finished))
@@ -477,7 +584,7 @@ def main(argv: list[str] | None = None) -> dict:
         # whether anything is missing is not known without the prompts
         return summed_up(args, ResultStore(args.out, about["settings"]), about, False, None)
     if args.world > 1:
-        # only to wait for each other before the summary: a process that is done may wait long
+        # only to wait for each other: a process that is done may wait long
         torch.distributed.init_process_group("gloo", timeout=timedelta(days=2))
     run = TransformersRun(args) if args.backend == "transformers" else ServerRun(args)
     prompts = read_prompts(args, run.tokenizer)

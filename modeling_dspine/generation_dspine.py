@@ -10,20 +10,25 @@ One round, for all rows of a batch at once:
 4. crop both caches to what was committed.
 
 Rows commit different numbers of tokens. Columns of the caches are cropped to the largest number; in the other rows the surplus
-columns stay as holes that the attention mask hides, so nothing is ever moved or recomputed. Draft and target caches have the same
-columns, hence share one mask. Token sequences have no holes.
+columns stay as holes that the attention mask hides. Draft and target caches have the same columns, hence share one mask. Token
+sequences have no holes. In large batches most columns of most rows would soon be holes, and rows that are done would be computed to
+the end, so whenever it saves a quarter of the caches, holes are closed and finished rows leave; nothing is ever recomputed.
 """
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance_dspine import UNSUPPORTED_PROCESSORS, TargetPolicy, TextRows, commit
 from .target_dspine import TapRecorder
+
+
+# rows times columns of the caches below which holes and finished rows are not worth moving anything
+COMPACTED_FROM = 4096
 
 
 @dataclass
@@ -169,6 +174,8 @@ def dspine_generate(
         logits=[[] for _ in range(batch)],
     )
     rows.tokens[:, : input_ids.shape[1]] = input_ids
+    # the rows still in the batch, the texts they are of, and the left padding of these
+    texts, places, padding = rows, list(range(batch)), rows.padding.tolist()
     columns = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     has_holes = attention_mask is not None and not bool(columns.all())
     if position_ids is None:
@@ -201,9 +208,29 @@ def dspine_generate(
         no_draft = input_ids.new_zeros(batch, 0)
         commit(rows, policy, outputs.logits[:, -1:], no_draft, None, None, block_size, streamer, keep_scores)
         clock.add("prefill", mark)
+        # other kinds of layers keep their columns in their own ways
+        layers = (*cache.layers, *draft_cache.layers)
+        compactable = batch > 1 and all(type(layer) is DynamicLayer for layer in layers)
+        compactable = compactable and not getattr(cache, "offloading", False)
 
         while not all(rows.host_finished):
             mark = clock.now()
+            kept = None
+            if compactable:
+                kept = _rows_to_keep(rows, padding, columns.shape[1], context.shape[1], policy.rowwise)
+            if kept is not None:
+                _write_back(texts, rows, places)
+                at, fresh = torch.tensor(kept, device=device), context.shape[1]
+                columns = _compact(columns, at, fresh, cache, draft_cache)
+                context, context_positions = context[at.to(context.device)], context_positions[at]
+                rows, places, padding = (
+                    _rows_at(rows, kept),
+                    [places[i] for i in kept],
+                    [padding[i] for i in kept],
+                )
+                if isinstance(policy.generator, (list, tuple)):
+                    policy.generator = [policy.generator[i] for i in kept]
+                batch, has_holes = len(kept), True
             anchors = rows.anchors
             slot_positions = rows.anchor_positions[:, None] + torch.arange(block_size, device=device)
             uniforms = policy.uniforms(rows, 2 * block_size - 1) if policy.do_sample else None
@@ -245,7 +272,7 @@ def dspine_generate(
             counts, committed, accepted, running = commit(
                 rows, policy, outputs.logits, draft_tokens, proposal, uniforms, block_size, streamer, keep_scores
             )
-            _count(statistics, committed, accepted, running, offered)
+            _count(statistics, places, committed, accepted, running, offered)
             keep = max(committed)
             cache.crop(-(offered + 1 - keep))
             new_columns = torch.arange(keep, device=device) < counts[:, None]
@@ -256,16 +283,17 @@ def dspine_generate(
 
     if streamer is not None:
         streamer.end()
-    sequences = rows.tokens[:, : max(rows.host_lengths)]
+    _write_back(texts, rows, places)
+    sequences = texts.tokens[:, : max(texts.host_lengths)]
     if not generation_config.return_dict_in_generate:
         return sequences
     statistics.prefill_time, statistics.draft_time = clock.total("prefill"), clock.total("draft")
     statistics.verify_time = clock.total("verify")
     result = DSpineGenerateOutput(sequences=sequences, statistics=statistics)
     if generation_config.output_scores:
-        result.scores = _by_step(rows.scores)
+        result.scores = _by_step(texts.scores)
     if generation_config.output_logits:
-        result.logits = _by_step(rows.logits)
+        result.logits = _by_step(texts.logits)
     if not has_holes:
         result[cache_name] = cache
     return result
@@ -334,13 +362,87 @@ def _check(
         )
 
 
+def _rows_to_keep(rows: TextRows, padding: list[int], width: int, fresh: int, may_drop: bool) -> list[int] | None:
+    """The rows to go on with if closing holes and leaving finished rows behind saves a quarter of the caches, else None.
+
+    Args:
+        padding: of every row's left.
+        width: columns of the caches.
+        fresh: how many of them are of the last round; their holes stay.
+        may_drop: whether rows may leave. Not where logits processors know rows by their places.
+    """
+    area = len(padding) * width
+    if area < COMPACTED_FROM:
+        return None
+    kept = [row for row, done in enumerate(rows.host_finished) if not (done and may_drop)]
+    needed = max(rows.host_lengths[row] - padding[row] for row in kept) + fresh
+    return kept if 4 * len(kept) * needed <= 3 * area else None
+
+
+def _compact(columns: torch.Tensor, at: torch.Tensor, fresh: int, cache: Cache, draft_cache: Cache) -> torch.Tensor:
+    """Keeps the rows `at` of both caches and moves their used columns to the right, in their order.
+
+    Args:
+        columns: `[batch, width]` bool, which columns of the caches are used.
+        fresh: the last columns, which stay as they are and are not in the draft's cache yet.
+
+    Returns:
+        `columns` of what was kept, `[len(at), at most width]`.
+    """
+    past = columns.shape[1] - fresh
+    old = columns[at, :past]
+    width = int(old.sum(1).max())
+    order = old.long().argsort(dim=1, stable=True)[:, past - width :]
+    _take(draft_cache, at, order)
+    rest = torch.arange(past, past + fresh, device=order.device).expand(len(at), -1)
+    _take(cache, at, torch.cat([order, rest], dim=1))
+    return torch.cat([old.gather(1, order), columns[at, past:]], dim=1)
+
+
+def _take(cache: Cache, at: torch.Tensor, order: torch.Tensor) -> None:
+    """Row i of the cache becomes the columns `order[i]` `[width]` of its row `at[i]`."""
+    for layer in cache.layers:
+        if not layer.is_initialized:  # a layer that shares another one's states
+            continue
+        rows, columns = at[:, None].to(layer.keys.device), order.to(layer.keys.device)
+        layer.keys = layer.keys.transpose(1, 2)[rows, columns].transpose(1, 2)
+        layer.values = layer.values.transpose(1, 2)[rows, columns].transpose(1, 2)
+
+
+def _rows_at(rows: TextRows, kept: list[int]) -> TextRows:
+    """Some of the rows. Their lists of scores stay the same objects."""
+    at = torch.tensor(kept, device=rows.tokens.device)
+    return replace(
+        rows,
+        **{name: getattr(rows, name)[at] for name in ("tokens", "lengths", "padding", "finished")},
+        **{
+            name: [getattr(rows, name)[row] for row in kept]
+            for name in ("host_lengths", "host_finished", "scores", "logits")
+        },
+    )
+
+
+def _write_back(texts: TextRows, rows: TextRows, places: list[int]) -> None:
+    """What `rows` have become, into the texts at `places` that they are of; only what the end of a generation reads."""
+    if rows is texts:
+        return
+    texts.tokens[torch.tensor(places, device=texts.tokens.device)] = rows.tokens
+    for place, length in zip(places, rows.host_lengths):
+        texts.host_lengths[place] = length
+
+
 def _count(
-    statistics: DSpineStatistics, committed: list[int], accepted: list[int], running: list[bool], offered: int
+    statistics: DSpineStatistics,
+    places: list[int],
+    committed: list[int],
+    accepted: list[int],
+    running: list[bool],
+    offered: int,
 ) -> None:
-    for row, (tokens, drafts, run) in enumerate(zip(committed, accepted, running)):
+    for place, tokens, drafts, run in zip(places, committed, accepted, running):
         if not run:
             continue
-        statistics.accepted_lengths[row].append(tokens)
+        statistics.accepted_lengths[place].append(tokens)
         for slot in range(min(drafts + 1, offered)):
             statistics.slot_reached[slot] += 1
             statistics.slot_accepted[slot] += slot < drafts

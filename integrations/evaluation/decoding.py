@@ -171,6 +171,21 @@ def decode_prompt_lookup(
     return _decode_assisted(target, prompts, max_new_tokens, temperature, seed, prompt_lookup_num_tokens=num_tokens)
 
 
+def check_transformers_loop() -> None:
+    """Whether this release of Transformers has the loop of [`decode_in_transformers_loop`].
+
+    Raises:
+        RuntimeError: it has not; the message names the release needed.
+    """
+    import transformers
+    from transformers.generation import candidate_generator
+
+    if not hasattr(candidate_generator, "DFlashTokenCandidateGenerator"):
+        raise RuntimeError(
+            f"Transformers' DFlash loop must be there for the baseline 'assisted' (5.19 or later), got {transformers.__version__}"
+        )
+
+
 def decode_in_transformers_loop(
     target, drafter, prompts, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> list[Decoded]:
@@ -180,13 +195,7 @@ def decode_in_transformers_loop(
     Raises:
         RuntimeError: this release of Transformers has no such loop.
     """
-    import transformers
-    from transformers.generation import candidate_generator
-
-    if not hasattr(candidate_generator, "DFlashTokenCandidateGenerator"):
-        raise RuntimeError(
-            f"Transformers' DFlash loop must be there for the baseline 'assisted' (5.19 or later), got {transformers.__version__}"
-        )
+    check_transformers_loop()
     drafter.bind_target(target)
     assistance = {"assistant_model": drafter, "speculation_type": "dflash"}
     return _decode_assisted(target, prompts, max_new_tokens, temperature, seed, **assistance)
@@ -267,6 +276,7 @@ __all__ = [
     "Decoded",
     "NearTieCheck",
     "block_size_of",
+    "check_transformers_loop",
     "decode_alone",
     "decode_in_transformers_loop",
     "decode_prompt_lookup",
