@@ -47,9 +47,8 @@ def _row_losses(logits, labels, multiplier, softcap, need_grad):
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states, weight, labels, multiplier, softcap):
+    def forward(ctx, states, weight, labels, multiplier, softcap, need_grad):
         rows, vocab = states.shape[0], weight.shape[0]
-        need_grad = ctx.needs_input_grad[0]
         size = chunk_rows(rows, vocab, states.element_size())
         logits = states.new_empty(size, vocab)
         grads = torch.empty_like(states) if need_grad else None
@@ -73,7 +72,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "the fused cross-entropy keeps its gradient for one backward pass and was asked for a second"
             )
-        return grads * grad_losses[:, None].to(grads.dtype), None, None, None, None
+        return grads * grad_losses[:, None].to(grads.dtype), None, None, None, None, None
 
 
 @torch.compiler.disable
@@ -105,7 +104,15 @@ def fused_linear_cross_entropy(
         return LigerFusedLinearCrossEntropyFunction.apply(*options)[0].float(), None
     # autocast must not touch the products: they already have the dtype they are meant to have
     with torch.autocast(states.device.type, enabled=False):
-        return _FusedLinearCrossEntropy.apply(states.to(weight.dtype), weight.detach(), labels, multiplier, softcap)
+        return _FusedLinearCrossEntropy.apply(
+            states.to(weight.dtype),
+            weight.detach(),
+            labels,
+            multiplier,
+            softcap,
+            # inside the function neither is what the caller sees
+            states.requires_grad and torch.is_grad_enabled(),
+        )
 
 
 def reference_cross_entropy(states, weight, labels, multiplier=1.0, softcap=None):

@@ -6,13 +6,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _scaled(raw, multiplier, softcap, HAS_CAP: tl.constexpr):
+def scaled_logits(raw, multiplier, softcap, HAS_CAP: tl.constexpr):
+    """Raw logits of any dtype, multiplied and capped, in fp32."""
     values = raw.to(tl.float32) * multiplier
     if HAS_CAP:
-        # tanh from exp, which every Triton version has; clamped where it has long saturated
-        scaled = tl.minimum(tl.maximum(values / softcap, -15.0), 15.0)
-        growth = tl.exp(2.0 * scaled)
-        values = softcap * (growth - 1.0) / (growth + 1.0)
+        # tanh from exp, which every Triton version has; by its series where the ones would cancel
+        ratio = values / softcap
+        size = tl.abs(ratio)
+        square = ratio * ratio
+        series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+        large = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(size, 15.0)) + 1.0)
+        values = softcap * tl.where(size < 0.3, ratio * series, tl.where(ratio < 0.0, -large, large))
     return values
 
 
@@ -34,14 +38,14 @@ def _row_losses_kernel(
     logits += row * row_stride
     label = tl.load(labels + row)
     # read before the gradient overwrites it: the reductions below synchronise the program
-    gold = _scaled(tl.load(logits + label), multiplier, softcap, HAS_CAP)
+    gold = scaled_logits(tl.load(logits + label), multiplier, softcap, HAS_CAP)
     offsets = tl.arange(0, BLOCK)
     largest = float("-inf")
     total = 0.0
     for begin in range(0, vocab, BLOCK):
         columns = begin + offsets
         inside = columns < vocab
-        values = _scaled(tl.load(logits + columns, mask=inside, other=0.0), multiplier, softcap, HAS_CAP)
+        values = scaled_logits(tl.load(logits + columns, mask=inside, other=0.0), multiplier, softcap, HAS_CAP)
         values = tl.where(inside, values, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(values, axis=0))
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(values - new_largest), axis=0)
@@ -53,7 +57,7 @@ def _row_losses_kernel(
         for begin in range(0, vocab, BLOCK):
             columns = begin + offsets
             inside = columns < vocab
-            values = _scaled(tl.load(logits + columns, mask=inside, other=0.0), multiplier, softcap, HAS_CAP)
+            values = scaled_logits(tl.load(logits + columns, mask=inside, other=0.0), multiplier, softcap, HAS_CAP)
             grad = tl.exp(values - lse) - tl.where(columns == label, 1.0, 0.0)
             if HAS_CAP:
                 share = values / softcap
@@ -70,7 +74,7 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor, multiplier: float, so
     block = min(8192, triton.next_power_of_2(vocab))
     _row_losses_kernel[(rows,)](
         logits,
-        labels,
+        labels.contiguous(),
         losses,
         hits,
         logits.stride(0),
@@ -85,4 +89,4 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor, multiplier: float, so
     return losses, hits.bool()
 
 
-__all__ = ["row_losses"]
+__all__ = ["row_losses", "scaled_logits"]

@@ -24,8 +24,10 @@ from .fused_divergence import fused_linear_divergence
 class LossArguments:
     """Weights of the loss terms. The supervision's kind and weight are the drafter's own (`config.supervision*`).
 
-    `distance` is `"none"`, `"kl"` or `"tv"`: from the target's distribution to the one that drafts are sampled from (the refined
-    one, if there is refinement), weighted by `distance_weight`. It costs two more sets of logits per slot.
+    The base distribution of a drafter without refinement is the one that drafts are sampled from, so it is weighted by
+    `refined_weight` there. `distance` is `"none"`, `"kl"` or `"tv"`: from the target's distribution to the one that drafts are
+    sampled from, weighted by `distance_weight`; with `refined_weight = 0` it takes the place of that cross-entropy. It costs two
+    more sets of logits per slot.
     """
 
     base_weight: float = 1.0
@@ -49,6 +51,10 @@ class LossArguments:
         for name in ("base_weight", "refined_weight", "distance_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.refined_weight == 0 and (self.distance == "none" or self.distance_weight == 0):
+            raise ValueError(
+                "refined_weight must be positive without a distance that trains drafts in its place, got 0"
+            )
 
     def gamma(self, block_size: int) -> float:
         """7 for 16 slots, 5 for 10, 4 for 8: DFlash's choices, a straight line between them."""
@@ -243,11 +249,21 @@ class DSpineObjective(DSpinePreTrainedModel):
             )
         labels = tokens[:, 1:].reshape(-1)
         total_anchors = anchor_mask.sum().clamp_min(1)
-        result, losses = {}, {}
+        scales = {
+            "base": arguments.refined_weight if refined is None else arguments.base_weight,
+            "refined": arguments.refined_weight,
+        }
+        result, losses, distances = {}, {}, None
+        proposing = "base" if refined is None else "refined"
         for name, states in (("base", base), ("refined", refined)):
             if states is None:
                 continue
-            losses[name], hits = self._cross_entropy(states.reshape(labels.shape[0], -1), labels)
+            flat = states.reshape(labels.shape[0], -1)
+            if name == proposing and arguments.distance != "none":
+                distances, losses[name], hits = self._distance(flat, target_hidden_states, anchors, labels)
+            if scales[name] > 0 or name not in losses:
+                # a term that weighs nothing is measured without a gradient, which is half of its cost, or with the distance
+                losses[name], hits = self._cross_entropy(flat if scales[name] > 0 else flat.detach(), labels)
             losses[name] = losses[name].view_as(counts)
             if hits is not None:
                 run = (hits.view_as(counts) & counts).long().cumprod(-1).sum()
@@ -259,12 +275,9 @@ class DSpineObjective(DSpinePreTrainedModel):
             return (values * weights).sum() / normaliser
 
         terms = {name: mean(values) for name, values in losses.items()}
-        # without refinement the base term is the whole loss
-        scales = {"base": arguments.base_weight if refined is not None else 1.0, "refined": arguments.refined_weight}
         loss = sum(scales[name] * value for name, value in terms.items())
-        if arguments.distance != "none":
-            proposing = base if refined is None else refined
-            terms["distance"] = mean(self._distance(proposing, target_hidden_states, anchors).view_as(counts))
+        if distances is not None:
+            terms["distance"] = mean(distances.view_as(counts))
             loss = loss + arguments.distance_weight * terms["distance"]
         if similarity is not None:
             terms["supervision"] = mean(1 - similarity)
@@ -286,21 +299,22 @@ class DSpineObjective(DSpinePreTrainedModel):
             self.arguments.cross_entropy_backend,
         )
 
-    def _distance(self, states, target_hidden_states, anchors):
-        """Distance of the states `[A, T, d]` of all predicted slots to the target's: `[A * T]`."""
+    def _distance(self, states, target_hidden_states, anchors, labels):
+        """Distances of the states `[A * T, d]` of all predicted slots to the target's, their losses and hits: `[A * T]` each."""
         if target_hidden_states is None:
             raise ValueError(f"target_hidden_states must be given for distance={self.arguments.distance!r}, got None")
-        config, slots = self.config, states.shape[1]
+        config, slots = self.config, self.config.block_size - 1
         # slot k predicts the token at anchor + k, which the target predicts one position earlier
         before = anchors[:, None] + torch.arange(slots, device=anchors.device)
         wanted = target_hidden_states[0, before.clamp_max(target_hidden_states.shape[1] - 1)]
         return fused_linear_divergence(
-            states.flatten(0, 1),
+            states,
             wanted.flatten(0, 1),
             self.drafter.binding.head_weight,
             float(config.output_multiplier),
             config.final_logit_softcapping,
             self.arguments.distance,
+            labels,
         )
 
     def _transfer_cross_entropy(self, features, labels):
