@@ -26,9 +26,14 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 COSINE = ["--supervision", "cosine", "--supervision_weight", "0.5"]
+DFLASH = ["--injection", "false", "--refinement", "false"]
+# the drafts' cross-entropy gives way to the distance
+KL = ["--distance", "kl", "--refined_weight", "0"]
 ROWS = {
     "dspine": ("DSpine as in the recipe", []),
-    "dflash": ("DFlash: no injection, no refinement", ["--injection", "false", "--refinement", "false"]),
+    "dflash": ("DFlash: no injection, no refinement", DFLASH),
+    "kl": ("KL to the target's distribution, no cross-entropy of drafts", KL),
+    "dflash-kl": ("DFlash, KL to the target's distribution", [*DFLASH, *KL]),
     "refinement-only": ("no injection", ["--injection", "false"]),
     "injection-only": ("no refinement", ["--refinement", "false"]),
     "frozen-space": ("transfer space frozen", ["--transfer_learned", "false"]),
@@ -41,6 +46,8 @@ ROWS = {
     "rank-64": ("r = 64", ["--transfer_rank", "64"]),
     "rank-256": ("r = 256", ["--transfer_rank", "256"]),
     "soft-tokens": ("soft-token features", ["--soft_token_features", "true"]),
+    "base-weight": ("weight of the base cross-entropy 0.2", ["--base_weight", "0.2"]),
+    "gamma": ("weights of slots decay with gamma 4.5", ["--decay_gamma", "4.5"]),
     "dpace": ("D-PACE weights of slots", ["--slot_weighting", "dpace"]),
     "target-layers": ("starts from the target's last layers", ["--init_from_target_layers", "-1"]),
 }

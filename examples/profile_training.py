@@ -1,7 +1,8 @@
 """Times training steps on one GPU and says where the time goes.
 
     python examples/profile_training.py --out profile.json                       # SmolLM2-135M shape, 1,536 blocks of 16 slots
-    python examples/profile_training.py --sections qwen3-8b --drafters dspine dflash speculators --out profile.json
+    python examples/profile_training.py --drafters dspine dspine-kl dflash        # what KL to the target's distribution costs
+    python examples/profile_training.py --sections qwen3-8b --drafters dspine speculators dflash --target-layers 0 --out profile.json
 
 Weights and tokens are random: times do not depend on them. Measured are, apart from each other,
 
@@ -9,18 +10,26 @@ Weights and tokens are random: times do not depend on them. Measured are, apart 
 * the target's pass, with `--target-layers` layers of the real width;
 * whole steps of `DSpineTrainer` with its data loader (`--trainer-steps`), and how long the GPU is busy in them.
 
-`--drafters speculators` times the DFlash model, loss and optimizer of `speculators` 0.9.0 on the same shapes: fp32 weights under bf16 autocast,
+`dspine-kl`, `dspine-tv` and `dflash-kl` learn from the target's distribution: the distance takes the place of the drafts'
+cross-entropy. `--drafters speculators` times the DFlash model, loss and optimizer of `speculators` 0.9.0 on the same shapes: fp32 weights under bf16 autocast,
 its compiled forward pass and its fused KL loss, as its trainer runs them. It learns from the target's distribution, so its step
-includes the product that makes the target's logits of all slots. A part that fails is recorded as `error` and the others go on.
+includes the product that makes the target's logits of all slots. Its first step takes long, since it also tries some twenty tilings
+of each loss kernel.
+
+Parts run in the order given. A part that fails, or runs past `--part-limit`, is recorded as `error` with the figures it has reached,
+and the others go on; `--out` is written after every figure, so that a run that is ended from outside leaves all it had.
 """
 
 import argparse
 import gc
 import json
+import signal
 import statistics
+import sys
 import tempfile
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +98,9 @@ SHAPES = {
         "document": 100,
     },
 }
+
+
+DRAFTERS = ["dspine", "dspine-kl", "dspine-tv", "dflash", "dflash-kl", "speculators"]
 
 
 # ---- clocks ---------------------------------------------------------------------------------------------------------------------
@@ -181,7 +193,7 @@ class Shape:
 
     def config(self, kind: str) -> DSpineConfig:
         fields = self.overrides | {"num_hidden_layers": min(5, self.target.num_hidden_layers - 1)}
-        if kind != "dspine":
+        if not kind.startswith("dspine"):
             fields |= {"injection": False, "refinement": False}
         return DSpineConfig.from_target(self.target, mask_token_id=16, block_size=self.block_size, **fields)
 
@@ -191,29 +203,45 @@ class Shape:
         drafter.set_attn_implementation(PACKED_ATTENTION)
         return drafter
 
-    def taps(self, extra: int = 0) -> torch.Tensor:
-        width = (len(self.config("dflash").target_layer_ids) + extra) * self.target.hidden_size
+    def states(self, layers: int) -> torch.Tensor:
+        """Stand-ins for the outputs of some of the target's layers, `[1, L, layers * d]`."""
+        width = layers * self.target.hidden_size
         return torch.randn(1, self.dataset.length, width, device=self.device, dtype=self.dtype)
+
+    def taps(self) -> torch.Tensor:
+        return self.states(len(self.config("dflash").target_layer_ids))
+
+    def final(self) -> torch.Tensor:
+        return self.states(1)
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+
+def loss_arguments(kind: str, args) -> LossArguments:
+    """The loss of a drafter of ours; after a hyphen its name says by which distance."""
+    _, _, distance = kind.partition("-")
+    named = {"distance": distance, "refined_weight": 0.0} if distance else {}
+    return LossArguments(cross_entropy_backend=args.cross_entropy, **named)
 
 
 def our_step(kind: str, shape: Shape, args):
     """Forward and training step of a drafter of ours."""
     drafter = shape.drafter(kind)
     drafter.binding = TargetBinding(shape.embed, shape.head, nn.ModuleList())
-    arguments = LossArguments(cross_entropy_backend=args.cross_entropy)
+    arguments = loss_arguments(kind, args)
     objective = DSpineObjective(drafter, arguments, compile=args.compile).train()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=shape.device.type == "cuda")
     taps = shape.taps()
+    final = None if arguments.distance == "none" else shape.final()
 
     def forward():
         masks = slot_masks(
             drafter.config, shape.row["anchors"], shape.row["document_starts"], shape.device.type == "cuda"
         )
         with shape.autocast():
-            return objective(context_hidden_states=taps, masks=masks, **shape.row)["loss"]
+            given = {"context_hidden_states": taps, "masks": masks, "target_hidden_states": final}
+            return objective(**given, **shape.row)["loss"]
 
     return forward, training_step(forward, drafter, optimizer), drafter
 
@@ -234,7 +262,10 @@ def speculators_step(shape: Shape, compile: bool):
     Raises:
         ImportError: the package is not there.
     """
-    import speculators
+    sys.path.append(str(Path(__file__).resolve().parent / "peers"))
+    from speculators_peers import load_speculators
+
+    speculators = load_speculators()
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
@@ -269,11 +300,11 @@ def speculators_step(shape: Shape, compile: bool):
         loss_fn="kl_div", loss_implementation="fused" if cuda else "eager", max_anchors=shape.anchors
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.01)
-    states, row = shape.taps(extra=1), shape.row
-    width, starts = shape.target.hidden_size, row["document_starts"]
+    row = shape.row
+    starts = row["document_starts"]
     batch = {
-        "hidden_states": states[..., :-width].contiguous(),
-        "verifier_last_hidden_states": states[..., -width:].contiguous(),
+        "hidden_states": shape.taps(),
+        "verifier_last_hidden_states": shape.final(),
         "input_ids": row["input_ids"][None],
         "loss_mask": row["loss_mask"][None].long(),
         "document_ids": starts[None],
@@ -291,45 +322,53 @@ def speculators_step(shape: Shape, compile: bool):
     return forward, training_step(forward, model, optimizer), model
 
 
-def time_step(kind: str, shape: Shape, args) -> dict:
+def time_step(result: dict, save, kind: str, shape: Shape, args) -> None:
     """Times, memory and kernels of one drafter's step."""
     device = shape.device
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    started, result = time.perf_counter(), {}
-    theirs = kind == "speculators"
-    try:
-        forward, step, model = speculators_step(shape, args.compile) if theirs else our_step(kind, shape, args)
-        step()
-    except Exception as error:
-        if not (theirs and args.compile) or isinstance(error, ImportError):
-            raise
-        # their compiled forward pass depends on the release of PyTorch
-        result["compiled_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    started = time.perf_counter()
+    theirs, compile = kind == "speculators", args.compile
+    while True:
+        try:
+            forward, step, model = speculators_step(shape, compile) if theirs else our_step(kind, shape, args)
+            step()
+            break
+        except Exception as error:
+            if not (theirs and compile) or isinstance(error, ImportError):
+                raise
+            # their compiled forward pass depends on the release of PyTorch
+            result["compiled_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        # only here is what the error held released
+        compile = False
+        save()
         torch.compiler.reset()
-        forward, step, model = speculators_step(shape, compile=False)
-        step()
+        gc.collect()
     wait(device)
     result["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     result["seconds_to_first_step"] = time.perf_counter() - started
+    save()
     result["step"] = milliseconds(step, args.steps, args.warmup, device)
+    save()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     result["step_back_to_back_ms"] = back_to_back(step, args.steps, device)
     if device.type == "cuda":
         result["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    save()
     if isinstance(model, DSpineModel):
-        sizes = estimate(model, None, shape.dataset.length, shape.anchors)
-        result["tflop_per_step"] = sizes["drafter_tflop"]
-        result["tflops"] = sizes["drafter_tflop"] / result["step_back_to_back_ms"] * 1000
+        if "-" not in kind:  # what a distance costs is not counted
+            sizes = estimate(model, None, shape.dataset.length, shape.anchors)
+            result["tflop_per_step"] = sizes["drafter_tflop"]
+            result["tflops"] = sizes["drafter_tflop"] / result["step_back_to_back_ms"] * 1000
         result["forward_only"] = milliseconds(forward, max(3, args.steps // 2), 2, device)
+        save()
     if args.table:
         with profiler(device) as profile:
             for _ in range(3):
                 step()
             wait(device)
         result |= kernels(profile, 3, args.table, device)
-    return result
 
 
 def make_target(shape: Shape, layers: int):
@@ -339,17 +378,16 @@ def make_target(shape: Shape, layers: int):
         return AutoModelForCausalLM.from_config(config, dtype=shape.dtype)
 
 
-def time_target(shape: Shape, args) -> dict:
+def time_target(result: dict, save, shape: Shape, args) -> None:
     """The target's pass up to the last tap."""
     layers = min(args.target_layers, shape.target.num_hidden_layers)
     target = make_target(shape, layers)
     taps_at = [i for i in shape.config("dflash").target_layer_ids if i < layers]
     runner = TargetRunner(target, taps_at, compile=args.compile)
-    result = {"layers": max(taps_at) + 1} | milliseconds(
-        lambda: runner(shape.row), args.steps, args.warmup, shape.device
-    )
+    result["layers"] = max(taps_at) + 1
+    result |= milliseconds(lambda: runner(shape.row), args.steps, args.warmup, shape.device)
+    save()
     result["back_to_back_ms"] = back_to_back(lambda: runner(shape.row), args.steps, shape.device)
-    return result
 
 
 class StepClock(TrainerCallback):
@@ -372,7 +410,7 @@ class StepClock(TrainerCallback):
             self.profile.__exit__(None, None, None)
 
 
-def time_trainer(kind: str, shape: Shape, args) -> dict:
+def time_trainer(result: dict, save, kind: str, shape: Shape, args) -> None:
     """Whole steps of `DSpineTrainer`: data, target, drafter, loss, optimizer, logging."""
     device, cuda, profiled = shape.device, shape.device.type == "cuda", 5
     target = make_target(shape, shape.target.num_hidden_layers)
@@ -400,30 +438,59 @@ def time_trainer(kind: str, shape: Shape, args) -> dict:
             options,
             target=target,
             train_dataset=shape.rows(16),
+            loss_arguments=loss_arguments(kind, args),
             compile_drafter=args.compile,
             compile_target=args.compile,
             callbacks=[clock],
         )
         trainer.train()
-    return {"whole_step_ms": clock.milliseconds, **kernels(clock.profile, profiled, args.table, device)}
+    result["whole_step_ms"] = clock.milliseconds
+    result |= kernels(clock.profile, profiled, args.table, device)
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------------------
 
 
-def attempt(part, *arguments) -> dict:
-    """A part's figures, or its error: one that fails must not cost the others."""
+class OutOfTime(BaseException):
+    """A part ran past its limit. Not an `Exception`: compilers wrap those, and there is nothing to fall back to."""
+
+
+@contextmanager
+def time_limit(seconds: float):
+    """Raises [`OutOfTime`] inside after so many seconds, as soon as the main thread runs Python again; 0: never."""
+
+    def ring(*_):
+        raise OutOfTime(f"ran past {seconds:g} s")
+
+    if not seconds:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return part(*arguments)
-    except Exception as error:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(part, result: dict, save, limit: float, *arguments) -> None:
+    """Fills `result` with a part's figures, and where it fails with its error: that must not cost the others."""
+    started = time.perf_counter()
+    try:
+        with time_limit(limit):
+            part(result, save, *arguments)
+    except (Exception, OutOfTime) as error:
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        result["error"] = f"{type(error).__name__}: {str(error)[:500]}"
+    result["seconds"] = time.perf_counter() - started
+    save()
 
 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", default=["smollm2-135m"], choices=list(SHAPES))
-    parser.add_argument("--drafters", nargs="+", default=["dspine"], choices=["dspine", "dflash", "speculators"])
+    parser.add_argument("--drafters", nargs="+", default=["dspine"], choices=DRAFTERS)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--block-size", type=int, default=16)
@@ -434,12 +501,20 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument(
         "--trainer-steps", type=int, default=0, help="whole steps of the trainer that are timed; 0: none"
     )
+    parser.add_argument("--part-limit", type=float, default=0, help="seconds for every part; 0: none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out")
     args = parser.parse_args(argv)
     report = {"torch": torch.__version__, "device": args.device, "compiled": args.compile, "sections": {}}
     if args.device.startswith("cuda"):
         report["gpu"] = torch.cuda.get_device_name()
+
+    def save():
+        if args.out:
+            written = Path(f"{args.out}.tmp")
+            written.write_text(json.dumps(report, indent=1))
+            written.replace(args.out)  # never half a file
+
     for name in args.sections:
         shape = Shape(name, args)
         result = {"tokens": shape.dataset.length, "anchors": shape.anchors, "block_size": args.block_size}
@@ -454,15 +529,14 @@ def main(argv: list[str] | None = None) -> dict:
                 if kind != "speculators"
             ]
         for part, function, arguments in parts:
-            result[part] = attempt(function, *arguments)
+            result[part] = {}
+            attempt(function, result[part], save, args.part_limit, *arguments)
             torch.compiler.reset()
             gc.collect()
             shown = {k: v for k, v in result[part].items() if k != "kernels"}
             print(name, part, json.dumps(shown, indent=1), flush=True)
             for kernel in result[part].get("kernels", ())[:12]:
                 print(f"  {kernel['ms_per_step']:8.3f} ms {kernel['calls_per_step']:6.1f} x {kernel['name'][:90]}")
-            if args.out:
-                Path(args.out).write_text(json.dumps(report, indent=1))
     return report
 
 

@@ -72,7 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decay-gamma", type=float, default=7.0)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="on a GPU")
-    parser.add_argument("--compile-target", action="store_true", help="the target's layers too, on a GPU")
+    parser.add_argument(
+        "--compile-target",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the target's layers too, on a GPU, as in the recipe",
+    )
     parser.add_argument("--logging-steps", type=int, default=50)
     parser.add_argument("--save-steps", type=int, default=1000)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out, if any")
@@ -95,8 +100,8 @@ def learning_rate_scale(step: int, progress: float, max_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress - share) / max(1 - share, 1e-9))))
 
 
-def rows_in_order(dataset: PackedDataset, seed: int, first: int):
-    """Rows from number `first` on, without end, epoch by epoch; read ahead in a thread."""
+def rows_in_order(dataset: PackedDataset, seed: int, first: int, pin: bool = False):
+    """Rows from number `first` on, without end, epoch by epoch; read ahead in a thread, which also pins their memory if `pin`."""
     sampler, per_epoch = EpochSampler(len(dataset), seed), len(dataset)
 
     def keys():
@@ -107,11 +112,15 @@ def rows_in_order(dataset: PackedDataset, seed: int, first: int):
             yield from order[number % per_epoch :]
             number += per_epoch - number % per_epoch
 
+    def read(key):
+        row = dataset[key]
+        return {name: value.pin_memory() for name, value in row.items()} if pin else row
+
     with ThreadPoolExecutor(1) as pool:
         source = keys()
-        waiting = [pool.submit(dataset.__getitem__, next(source)) for _ in range(2)]
+        waiting = [pool.submit(read, next(source)) for _ in range(2)]
         while True:
-            waiting.append(pool.submit(dataset.__getitem__, next(source)))
+            waiting.append(pool.submit(read, next(source)))
             yield waiting.pop(0).result()
 
 
@@ -138,7 +147,8 @@ def train(peer: Peer, runner: TargetRunner, dataset: PackedDataset, options, sav
     peer.module.train()
     began = time.monotonic()
     marked, marked_step = began, first
-    rows = rows_in_order(dataset, options.seed, first)
+    # copied from pageable memory, a row would wait until the device has finished the last step
+    rows = rows_in_order(dataset, options.seed, first, pin=on_gpu)
     for step in range(first + 1, options.max_steps + 1):
         elapsed = spent + time.monotonic() - began
         progress = (step - 1) / options.max_steps

@@ -79,7 +79,12 @@ def _without_unused():
             del sys.modules[name]
 
 
-def _speculators():
+def load_speculators():
+    """Their package, without what it only needs elsewhere.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     try:
         with _without_unused():
             import speculators
@@ -95,7 +100,7 @@ def _speculators():
 
 def build(kind: str, config: DSpineConfig, target: nn.Module, rank: int):
     """Their model with the backbone of `config` and the target's embeddings, head and final norm, on the target's device in fp32."""
-    speculators = _speculators()
+    speculators = load_speculators()
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     layer = Qwen3Config(
@@ -198,7 +203,7 @@ class ConvolvedLayer(DSpineDecoderLayer):
 
     def __init__(self, config: DSpineConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        conv = _speculators().models.dflash2.model_definitions.GroupedDynamicCausalConv
+        conv = load_speculators().models.dflash2.model_definitions.GroupedDynamicCausalConv
         shape = {
             "block_size": config.block_size,
             "kernel_size": 2,
@@ -219,7 +224,7 @@ class DFlash2Drafter(PeerDrafter):
 
     def __init__(self, config: DSpineConfig, rank: int):
         super().__init__(config)
-        definitions = _speculators().models.dflash2.model_definitions
+        definitions = load_speculators().models.dflash2.model_definitions
         self.layers = nn.ModuleList([ConvolvedLayer(config, i) for i in range(config.num_hidden_layers)])
         self.candidate_selector = definitions.CandidateSelector(
             vocab_size=config.vocab_size, hidden_size=config.hidden_size, rank=rank, top_k=config.num_candidates
@@ -241,7 +246,7 @@ class DSparkDrafter(PeerDrafter):
 
     def __init__(self, config: DSpineConfig, rank: int):
         super().__init__(config)
-        self.markov_head = _speculators().models.dspark.model_definitions.MarkovHead(
+        self.markov_head = load_speculators().models.dspark.model_definitions.MarkovHead(
             verifier_vocab_size=config.vocab_size,
             draft_vocab_size=config.vocab_size,
             markov_rank=rank,
