@@ -270,9 +270,11 @@ def collect(args) -> dict:
     rows = {name: row for name, row in rows.items() if row is not None}
     for name, evaluation in (read_json(out / "candidates.json") or {}).items():
         rows[name] = {"what": f"K = {name.rpartition('-')[2]} in decoding", "evaluation": evaluation}
-    settings = {
-        k: getattr(args, k) for k in ("recipe", "steps", "seed", "data", "eval_data", "train_args", "tolerance")
-    }
+    settings = {k: getattr(args, k) for k in ("steps", "seed", "train_args", "tolerance")}
+    # where the files lay on one machine says nothing on another
+    settings["recipe"] = Path(args.recipe).name
+    settings["data"] = [Path(path).name for path in args.data]
+    settings["eval_data"] = [f"{name}={Path(path).name}" for name, _, path in (e.rpartition("=") for e in args.eval_data)]
     report = {"settings": settings, "rows": rows}
     (out / "ablations.json").write_text(json.dumps(report, indent=1))
     (out / "ablations.md").write_text(table(rows))
