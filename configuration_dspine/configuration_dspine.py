@@ -72,6 +72,8 @@ class DSpineConfig(PreTrainedConfig):
             their feature u; our own reading of a method's variant, which the injection's kernels do not compute.
         refinement (`bool`): choose tokens by last-write refinement; off means every slot takes its own best token.
         num_candidates (`int`): candidates per slot [K].
+        refinement_guidance (`float`): greedy drafts go by `S + w (S - base)` with this w, pair scores S beside the candidates' base
+            logits. Of decoding alone, so it may be changed after training; `examples/tune_decoding.py` compares values.
         supervision (`str`): layer-wise training signal, `"none"`, `"cosine"` or `"cross_entropy"`.
         supervision_weight (`float`): its weight in the loss [lambda].
 
@@ -124,6 +126,7 @@ class DSpineConfig(PreTrainedConfig):
     soft_token_features: bool = False
     refinement: bool = True
     num_candidates: int = 16
+    refinement_guidance: float | int = 0.0
     supervision: str = "none"
     supervision_weight: float | int = 0.0
 
@@ -209,6 +212,10 @@ class DSpineConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_candidates must be between 1 and vocab_size ({self.vocab_size}), got {self.num_candidates}"
             )
+        if not 0 <= self.refinement_guidance < float("inf"):
+            raise ValueError(f"refinement_guidance must be a number of at least 0, got {self.refinement_guidance}")
+        if self.refinement_guidance and not self.refinement:
+            raise ValueError(f"refinement_guidance must be 0 without refinement, got {self.refinement_guidance}")
         if self.soft_token_features and not self.injection:
             raise ValueError(
                 "soft_token_features must be False without injection, which alone passes features on, got True"

@@ -6,7 +6,7 @@
 
 Every row is `examples/train.py` with the base recipe and a few other arguments, in a process of its own: `--parallel` of them at a time
 on each GPU. Finished rows are skipped and rows that the time limit cut are resumed when the same command runs again. The number of
-candidates K matters in decoding alone: its rows evaluate the default's drafter (`--candidates`).
+candidates K and the guidance matter in decoding alone: their rows evaluate the default's drafter (`tune_decoding.py`).
 
 `OUT/ablations.json` holds the figures, `OUT/ablations.md` the table, `OUT/ROW/log.txt` what a row printed. A row counts as converged if
 its last two evaluations of the first evaluation set differ by less than `--tolerance`; the schedule ends at a learning rate of zero in
@@ -52,6 +52,7 @@ ROWS = {
     "target-layers": ("starts from the target's last layers", ["--init_from_target_layers", "-1"]),
 }
 BASELINE = "dspine"
+DECODING = "decoding.json"
 
 
 def read_json(path: Path) -> dict | None:
@@ -81,11 +82,18 @@ def train_command(name: str, args, seconds: float) -> list[str]:
     ]
 
 
-def candidates_command(args) -> list[str]:
+def decoding_command(args) -> list[str]:
+    """Walks the default's drafter with other decoding settings, on as many texts as in training."""
+    documents = (
+        args.train_args[args.train_args.index("--eval_documents") + 1 :][:1]
+        if "--eval_documents" in args.train_args
+        else ["112"]
+    )
     return [
-        *(sys.executable, str(Path(__file__).resolve()), "--target", args.target, "--out", args.out),
-        *("--recipe", args.recipe, "--eval-data", *args.eval_data, "--only-candidates", *map(str, args.candidates)),
-        *(f"--train-args={argument}" for argument in args.train_args),
+        *(sys.executable, str(HERE / "tune_decoding.py"), "--target", args.target),
+        *("--drafter", str(Path(args.out) / BASELINE), "--out", str(Path(args.out) / DECODING)),
+        *("--eval-data", *args.eval_data, "--eval-documents", *documents),
+        *("--candidates", *map(str, args.candidates), "--guidances", *map(str, args.guidances)),
     ]
 
 
@@ -113,7 +121,7 @@ def run_rows(names: list[str], args, deadline: float) -> None:
                     for checkpoint in folder.glob("checkpoint-*"):
                         shutil.rmtree(checkpoint)
             if name == BASELINE:
-                run_candidates(args, gpu, deadline)
+                run_decoding(args, gpu, deadline)
 
     lanes = [threading.Thread(target=work, args=(gpu,)) for gpu in args.gpus * args.parallel]
     for lane in lanes:
@@ -122,16 +130,16 @@ def run_rows(names: list[str], args, deadline: float) -> None:
         lane.join()
 
 
-def run_candidates(args, gpu: str, deadline: float) -> None:
-    """Evaluates the default's drafter with every number of candidates, unless that was done since it was trained."""
-    done, trained = Path(args.out) / "candidates.json", Path(args.out) / BASELINE / "metrics.json"
-    wanted = {f"candidates-{count}" for count in args.candidates} if args.eval_data else set()
-    if not wanted or not trained.exists():
+def run_decoding(args, gpu: str, deadline: float) -> None:
+    """Evaluates the default's drafter with every decoding setting, unless that was done since it was trained."""
+    done, trained = Path(args.out) / DECODING, Path(args.out) / BASELINE / "metrics.json"
+    wanted = {f"candidates-{count}" for count in args.candidates} | {f"guidance-{value:g}" for value in args.guidances}
+    if not wanted or not args.eval_data or not trained.exists():
         return
     if done.exists() and done.stat().st_mtime > trained.stat().st_mtime and wanted <= set(read_json(done) or {}):
         return
-    code, seconds = run(candidates_command(args), Path(args.out) / "candidates.txt", gpu, deadline - time.monotonic())
-    print(f"candidates: exit {code} after {seconds:.0f} s", flush=True)
+    code, seconds = run(decoding_command(args), Path(args.out) / "decoding.txt", gpu, deadline - time.monotonic())
+    print(f"decoding settings: exit {code} after {seconds:.0f} s", flush=True)
 
 
 def run(command: list[str], log: Path, gpu: str, seconds: float) -> tuple[int, float]:
@@ -152,46 +160,6 @@ def run(command: list[str], log: Path, gpu: str, seconds: float) -> tuple[int, f
                 process.kill()
                 code = process.wait()
     return code, time.monotonic() - started
-
-
-# ---- the number of candidates ---------------------------------------------------------------------------------------------------
-
-
-def evaluate_candidates(args) -> None:
-    """Walks the evaluation sets with the default's drafter and other numbers of candidates; writes `OUT/candidates.json`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from dspine.integrations.training import PackedDataset, TargetRunner, load_sequences, parse_arguments, walk_dataset
-    from dspine.integrations.training.masks import PACKED_ATTENTION
-    from dspine.modeling_dspine import DSpineModel
-
-    options = ["--target", args.target, "--output_dir", args.out, *args.train_args]
-    _, data_args, _, run_args, train_args = parse_arguments([args.recipe, *options])
-    device, dtype = train_args.device, getattr(torch, data_args.target_dtype)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    except (OSError, ValueError):
-        tokenizer = None  # token sequences need none
-    folder = Path(args.out) / BASELINE
-    drafter = DSpineModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    drafter.bind_target(target)
-    runner = TargetRunner(target, drafter.config.target_layer_ids)
-    drafter.set_attn_implementation(PACKED_ATTENTION)
-    result = {}
-    for entry in args.eval_data:
-        name, _, path = entry.rpartition("=")
-        sequences = load_sequences(path, tokenizer).every(data_args.eval_documents)
-        dataset = PackedDataset(sequences, data_args.tokens_per_batch, data_args.max_anchors, shuffle=False)
-        for count in args.only_candidates:
-            drafter.config.num_candidates = count
-            with torch.autocast(device.type, torch.bfloat16, enabled=train_args.bf16):
-                walked = walk_dataset(drafter, runner, dataset, device, run_args.eval_chunk, device.type == "cuda")
-            metrics = {f"eval_{name or Path(path).stem}_{key}": value for key, value in walked.metrics().items()}
-            result.setdefault(f"candidates-{count}", {}).update(metrics)
-            print(count, entry, json.dumps(metrics), flush=True)
-    (Path(args.out) / "candidates.json").write_text(json.dumps(result, indent=1))
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------------------
@@ -268,13 +236,17 @@ def collect(args) -> dict:
     out = Path(args.out)
     rows = {name: summarise(name, out / name, args) for name in ROWS}
     rows = {name: row for name, row in rows.items() if row is not None}
-    for name, evaluation in (read_json(out / "candidates.json") or {}).items():
-        rows[name] = {"what": f"K = {name.rpartition('-')[2]} in decoding", "evaluation": evaluation}
+    for name, evaluation in (read_json(out / DECODING) or {}).items():
+        kind, _, value = name.partition("-")
+        what = {"candidates": "K", "guidance": "guidance"}[kind]
+        rows[name] = {"what": f"{what} = {value} in decoding", "evaluation": evaluation}
     settings = {k: getattr(args, k) for k in ("steps", "seed", "train_args", "tolerance")}
     # where the files lay on one machine says nothing on another
     settings["recipe"] = Path(args.recipe).name
     settings["data"] = [Path(path).name for path in args.data]
-    settings["eval_data"] = [f"{name}={Path(path).name}" for name, _, path in (e.rpartition("=") for e in args.eval_data)]
+    settings["eval_data"] = [
+        f"{name}={Path(path).name}" for name, _, path in (e.rpartition("=") for e in args.eval_data)
+    ]
     report = {"settings": settings, "rows": rows}
     (out / "ablations.json").write_text(json.dumps(report, indent=1))
     (out / "ablations.md").write_text(table(rows))
@@ -293,6 +265,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluations", type=int, default=4, help="in the course of a row")
     parser.add_argument("--candidates", type=int, nargs="*", default=[4, 8, 16, 32])
+    parser.add_argument("--guidances", type=float, nargs="*", default=[0.1, 0.25, 0.5])
     parser.add_argument("--gpus", nargs="+", default=["0"], help="'' runs on whatever is visible")
     parser.add_argument("--parallel", type=int, default=1, help="rows at a time on each GPU")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds for everything")
@@ -302,7 +275,6 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument(
         "--train-args", action="append", default=[], help="one more word for train.py: --train-args=WORD"
     )
-    parser.add_argument("--only-candidates", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
     args = parser.parse_args(argv)
     if args.list:
@@ -311,9 +283,6 @@ def main(argv: list[str] | None = None) -> dict:
         return {}
     if args.target is None or args.out is None:
         parser.error("--target and --out must be given")
-    if args.only_candidates:
-        evaluate_candidates(args)
-        return {}
     Path(args.out).mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + min(args.time_limit, 10 * 365 * 86400)
     try:

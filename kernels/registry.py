@@ -142,7 +142,9 @@ def check_transition_cache(
     return _rank_reason(features.shape[-1]) or _dtype_reason(hidden_states, gate_weight, write_weight)
 
 
-def check_walk_transition_cache(scores, candidates, temperature=None, uniforms=None) -> str | None:
+def check_walk_transition_cache(
+    scores, candidates, temperature=None, uniforms=None, base_scores=None, guidance=0.0
+) -> str | None:
     reason = _device_reason(scores, candidates) or _gradient_reason(scores)
     if reason is not None:
         return reason
@@ -158,6 +160,8 @@ def check_walk_transition_cache(scores, candidates, temperature=None, uniforms=N
         uniforms is None or temperature.device != scores.device or uniforms.device != scores.device
     ):
         return "temperature needs uniforms, both on the device of the scores"
+    if base_scores is not None and (base_scores.shape != candidates.shape or base_scores.device != scores.device):
+        return f"base_scores must be {list(candidates.shape)} on the device of the scores, got {list(base_scores.shape)}"
     return None
 
 

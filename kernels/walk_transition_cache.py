@@ -17,11 +17,14 @@ def walk_transition_cache_fwd_kernel(
     candidates,  # [N, T, K] int64
     temperature,  # [N] or None
     uniforms,  # [N, T] or None
+    base_scores,  # [N, T, K] or None
     tokens,  # [N, T] int64
     probs,  # [N, T, K] fp32
     T,
     K,
+    guidance,
     SAMPLED: tl.constexpr,
+    GUIDED: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -48,11 +51,16 @@ def walk_transition_cache_fwd_kernel(
         predecessor = offs_row % BLOCK_K
         in_row = (row_slot < T) & (predecessor < K)
         at_row = scores + (n * T + row_slot) * K * K + predecessor * K
-        b_s = tl.load(at_row[:, None] + offs_k[None, :], mask=in_row[:, None] & in_k[None, :], other=float("-inf")).to(
-            tl.float32
-        )
+        in_scores = in_row[:, None] & in_k[None, :]
+        b_s = tl.load(at_row[:, None] + offs_k[None, :], mask=in_scores, other=float("-inf")).to(tl.float32)
         b_s = tl.where(in_row[:, None], b_s, 0.0)
-        chosen = tl.argmax(b_s, axis=1)
+        b_g = b_s
+        if GUIDED:
+            at_base = (n * T + row_slot)[:, None] * K + offs_k[None, :]
+            b_base = tl.load(base_scores + at_base, mask=in_scores, other=float("-inf")).to(tl.float32)
+            # a candidate that only fills up the K has no score to be compared with
+            b_g = tl.where(b_base == float("-inf"), b_s, b_s + guidance * (b_s - b_base))
+        chosen = tl.argmax(b_g, axis=1)
         if SAMPLED:
             b_u = tl.load(uniforms + n * T + row_slot, mask=in_row, other=0.0).to(tl.float32)
             b_p = tl.exp(b_s / scale - tl.max(b_s / scale, axis=1)[:, None])
@@ -85,7 +93,9 @@ def walk_transition_cache_fwd_kernel(
         tl.store(probs + (n * T + slot)[:, None] * K + offs_k[None, :], b_q, mask=inside)
 
 
-def walk_transition_cache_fwd(scores, candidates, temperature, uniforms) -> tuple[torch.Tensor, torch.Tensor]:
+def walk_transition_cache_fwd(
+    scores, candidates, temperature, uniforms, base_scores=None, guidance=0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches the kernel, see `walk_transition_cache`."""
     N, T, K, _ = scores.shape
     block_k = next_power_of_2(K)
@@ -95,23 +105,30 @@ def walk_transition_cache_fwd(scores, candidates, temperature, uniforms) -> tupl
     probs = torch.empty((N, T, K), dtype=torch.float32, device=scores.device)
     if temperature is not None:
         temperature, uniforms = temperature.contiguous(), uniforms.contiguous()
+    guided = base_scores is not None and guidance != 0
     with on_device(scores):
         walk_transition_cache_fwd_kernel[(N,)](
-            scores, candidates, temperature, uniforms, tokens, probs, T, K,
-            SAMPLED=temperature is not None, SLOTS=slots, BLOCK_K=block_k, **launch_options(scores, 4),
+            scores, candidates, temperature, uniforms, base_scores.contiguous() if guided else None, tokens, probs,
+            T, K, float(guidance), SAMPLED=temperature is not None, GUIDED=guided, SLOTS=slots, BLOCK_K=block_k,
+            **launch_options(scores, 4),
         )  # fmt: skip
     return tokens, probs
 
 
 @torch.library.custom_op("dspine::walk_transition_cache", mutates_args=())
 def _walk_transition_cache(
-    scores: torch.Tensor, candidates: torch.Tensor, temperature: torch.Tensor | None, uniforms: torch.Tensor | None
+    scores: torch.Tensor,
+    candidates: torch.Tensor,
+    temperature: torch.Tensor | None,
+    uniforms: torch.Tensor | None,
+    base_scores: torch.Tensor | None,
+    guidance: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return walk_transition_cache_fwd(scores, candidates, temperature, uniforms)
+    return walk_transition_cache_fwd(scores, candidates, temperature, uniforms, base_scores, guidance)
 
 
 @_walk_transition_cache.register_fake
-def _(scores, candidates, temperature, uniforms):
+def _(scores, candidates, temperature, uniforms, base_scores, guidance):
     return candidates.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:3], dtype=torch.float32)
 
 
@@ -120,15 +137,18 @@ def walk_transition_cache(
     candidates: torch.Tensor,  # [N, T, K] int64
     temperature: torch.Tensor | None = None,  # [N], 0 means greedy; None: all greedy
     uniforms: torch.Tensor | None = None,  # [N, T] in [0, 1)
+    base_scores: torch.Tensor | None = None,  # [N, T, K]
+    guidance: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The serial walk of T look-ups: every slot's token given the token just chosen for the slot before it.
 
-    A greedy row takes the best candidate (the first of equals). A sampled row inverts the distribution function of
-    `softmax(scores / temperature)` over its K candidates at the given uniform. Scores must not be NaN, and not -inf for all K.
+    A greedy row takes the best candidate (the first of equals), with `base_scores` the best by `scores + guidance * (scores -
+    base_scores)`. A sampled row inverts the distribution function of `softmax(scores / temperature)` over its K candidates at the
+    given uniform. Scores must not be NaN, and not -inf for all K.
 
     Returns:
         tokens `[N, T]` (int64) and the probabilities they were drawn from, `q` `[N, T, K]` in fp32 (one-hot in greedy rows).
     """
     if is_plain(scores, candidates):
-        return walk_transition_cache_fwd(scores, candidates, temperature, uniforms)
-    return _walk_transition_cache(scores, candidates, temperature, uniforms)
+        return walk_transition_cache_fwd(scores, candidates, temperature, uniforms, base_scores, guidance)
+    return _walk_transition_cache(scores, candidates, temperature, uniforms, base_scores, float(guidance))

@@ -69,6 +69,7 @@ def card_text(config, repo_id: str) -> str:
         "mask token id": config.mask_token_id,
         "transfer rank": config.transfer_rank if config.uses_transfer_space else "none (plain DFlash)",
         "candidates per slot": config.num_candidates,
+        "guidance of greedy drafts": config.refinement_guidance,
         "trained with thinking": {None: "not recorded", True: "on", False: "off"}[config.target_thinking],
     }
     if config.target_revision:

@@ -481,7 +481,16 @@ class DSpineModel(DSpinePreTrainedModel):
         else:
             # DFlash: slots do not see each other's choice, so every predecessor gives the same scores
             scores = values[:, :, None].expand(-1, -1, values.shape[-1], -1)
-        tokens, probs = call("walk_transition_cache", scores, candidates, temperature, uniforms)
+        guidance = float(self.config.refinement_guidance)
+        tokens, probs = call(
+            "walk_transition_cache",
+            scores,
+            candidates,
+            temperature,
+            uniforms,
+            base_scores=values if guidance else None,
+            guidance=guidance,
+        )
         return DSpineProposal(tokens, candidates, probs)
 
     def _transition_scores(self, outputs, anchor_ids, candidates):

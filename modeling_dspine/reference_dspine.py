@@ -154,18 +154,29 @@ def walk_transition_cache(
     candidates: torch.Tensor,  # [N, T, K] int64
     temperature: torch.Tensor | None = None,  # [N] float, 0 means greedy; None: all greedy
     uniforms: torch.Tensor | None = None,  # [N, T] float in [0, 1)
+    base_scores: torch.Tensor | None = None,  # [N, T, K], what the candidates scored without their left neighbour
+    guidance: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The serial walk of T look-ups: every slot's token given the token just chosen for the slot before it.
 
     A greedy row takes the best candidate (the first of equals). A sampled row inverts the distribution function of
     `softmax(scores / temperature)` over its K candidates at the given uniform.
 
+    With `base_scores` greedy rows go by `S + guidance * (S - base)`: classifier-free guidance (arXiv 2207.12598) with the left
+    neighbour as the condition, so that drafts lean further on the token just chosen than the drafter learned to. Sampled rows do
+    not: the closer their q is to the target's distribution, the more is accepted.
+
     Returns:
         tokens `[N, T]` (int64) and the probabilities they were drawn from, `q` `[N, T, K]` in fp32 (one-hot in greedy rows).
     """
     scores = scores.float()
     N, T, K, _ = scores.shape
-    chosen = scores.argmax(-1)  # [N, T, K]: best successor of every predecessor
+    guided = scores
+    if base_scores is not None and guidance != 0:
+        base = base_scores.float()[:, :, None]
+        # a candidate that only fills up the K has no base score to be compared with
+        guided = torch.where(base == float("-inf"), scores, scores + guidance * (scores - base))
+    chosen = guided.argmax(-1)  # [N, T, K]: best successor of every predecessor
     probs = F.one_hot(chosen, K).float()
     if temperature is not None:
         sampled = temperature > 0

@@ -76,6 +76,7 @@ def small(**overrides):
         ("transfer_init", "svd", r"transfer_init must be one of .*'svd'"),
         ("num_candidates", 0, r"num_candidates must be between 1 and vocab_size \(512\), got 0"),
         ("num_candidates", 513, r"num_candidates must be between 1 and vocab_size \(512\), got 513"),
+        ("refinement_guidance", -0.1, r"refinement_guidance must be a number of at least 0, got -0.1"),
         ("injection_layers", [3], r"injection_layers must be draft layers 0 to 2, got 3"),
         ("injection_gate", "scalar", r"injection_gate must be one of .*'scalar'"),
         ("supervision", "mse", r"supervision must be one of .*'mse'"),

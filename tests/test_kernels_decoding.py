@@ -140,6 +140,21 @@ def test_walk_equals_the_reference(N, T, K):
         )
 
 
+@pytest.mark.parametrize("N, T, K", [(4, 15, 16), (3, 7, 5)])
+def test_guided_walk_equals_the_reference(N, T, K):
+    scores, candidates, temperature, uniforms = make_walk_inputs(N, T, K)
+    base = torch.randn(N, T, K, generator=generator(1)).to(DEVICE) * 3
+    base[:, 1:, -1] = float("-inf")  # a candidate that fills up
+    for sampling in ((temperature, uniforms), (None, None)):
+        tokens, q = walk_transition_cache(scores, candidates, *sampling, base, 0.5)
+        expected_tokens, expected_q = reference.walk_transition_cache(scores, candidates, *sampling, base, 0.5)
+        assert torch.equal(tokens, expected_tokens)
+        torch.testing.assert_close(q, expected_q, rtol=1e-5, atol=(K + 2) * torch.finfo(torch.float32).eps)
+        plain, _ = walk_transition_cache(scores, candidates, *sampling)
+        assert not torch.equal(tokens[0], plain[0])  # a greedy row
+        assert torch.equal(walk_transition_cache(scores, candidates, *sampling, base, 0.0)[0], plain)
+
+
 def test_walk_takes_the_first_of_equals_and_never_the_impossible():
     scores, candidates, _, uniforms = make_walk_inputs(2, 6, 8)
     scores = scores.round()
@@ -189,8 +204,8 @@ def test_custom_ops_are_well_formed():
     tests = ("test_schema", "test_faketensor")
     scores, candidates, temperature, uniforms = make_walk_inputs(2, 3, 4)
     torch.library.opcheck(_select_candidates, (distinct_logits(2, 2, 50, torch.float32), 3), test_utils=tests)
-    torch.library.opcheck(_walk_transition_cache, (scores, candidates, temperature, uniforms), test_utils=tests)
-    torch.library.opcheck(_walk_transition_cache, (scores, candidates, None, None), test_utils=tests)
+    for options in ((temperature, uniforms, None, 0.0), (None, None, scores[:, :, 0], 0.5)):
+        torch.library.opcheck(_walk_transition_cache, (scores, candidates, *options), test_utils=tests)
     torch.library.opcheck(
         _transition_cache, (*make_cache_inputs(1, 2, 20, 16, 4, 30, torch.float32), EPS), test_utils=tests
     )
@@ -229,6 +244,7 @@ def test_checks_tell_the_reason():
     assert check_walk_transition_cache(scores, candidates, temperature, uniforms) is None
     assert "uniforms" in check_walk_transition_cache(scores, candidates, temperature)
     assert "contiguous" in check_walk_transition_cache(scores.transpose(-1, -2), candidates)
+    assert "base_scores" in check_walk_transition_cache(scores, candidates, None, None, scores, 0.5)
 
 
 LARGE = [

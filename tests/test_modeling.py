@@ -187,10 +187,11 @@ def test_refined_state_of_the_predicted_write_is_the_base_state():
     torch.testing.assert_close(refined, out.last_hidden_state[:, 1:], rtol=1e-5, atol=1e-6)
 
 
-def test_greedy_proposal_is_the_walk_over_refined_logits():
+@pytest.mark.parametrize("guidance", [0.0, 0.5])
+def test_greedy_proposal_is_the_walk_over_refined_logits(guidance):
     """`propose` against the definition, token by token, with full-vocabulary logits of the refined state."""
     target = tiny_target()
-    drafter = tiny_drafter(target, num_candidates=97)
+    drafter = tiny_drafter(target, num_candidates=97, refinement_guidance=guidance)
     taps, noise = torch.randn(2, 5, 32 * len(drafter.config.target_layer_ids)), torch.randn(2, 6, 32)
     anchors = torch.tensor([3, 4])
     out = drafter(noise, taps, anchors[:, None])
@@ -204,9 +205,31 @@ def test_greedy_proposal_is_the_walk_over_refined_logits():
             drafter.norm.weight,
             **module.write_weights,
         )
-        previous = drafter.compute_logits(refined).argmax(-1)
+        scores, base = drafter.compute_logits(refined), drafter.compute_logits(out.last_hidden_state[:, slot])
+        previous = (scores + guidance * (scores - base)).argmax(-1)
         expected.append(previous)
     assert torch.equal(drafter.propose(out, anchors).tokens, torch.stack(expected, dim=1))
+
+
+def test_guidance_leaves_sampled_rows_alone():
+    """Their q comes nearest to the target's distribution without it."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, num_candidates=8)
+    with torch.no_grad():
+        drafter.injections["1"].write.weight.mul_(5)  # so that the neighbour matters
+    rows = 16
+    taps, noise = torch.randn(rows, 5, 32 * len(drafter.config.target_layer_ids)), torch.randn(rows, 6, 32)
+    anchors, temperature = torch.arange(rows), torch.arange(rows) % 2
+    out = drafter(noise, taps, anchors[:, None])
+    proposals = []
+    for guidance in (0.0, 2.0):
+        drafter.config.refinement_guidance = guidance
+        proposals.append(drafter.propose(out, anchors, temperature.float(), torch.full((rows, 5), 0.4)))
+    plain, guided = proposals
+    greedy = temperature == 0
+    assert not torch.equal(plain.tokens[greedy], guided.tokens[greedy])
+    assert torch.equal(plain.tokens[~greedy], guided.tokens[~greedy])
+    assert torch.equal(plain.probs[~greedy], guided.probs[~greedy])
 
 
 def test_embeddings_alone_draft_what_propose_would():

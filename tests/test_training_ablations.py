@@ -69,11 +69,11 @@ def test_rows_run_are_skipped_and_give_a_table(tmp_path, capfd):
         --tokens_per_batch 256 --max_anchors 30 --bf16 false --compile_drafter false --compile_target false
         --dataloader_num_workers 0 --dataloader_persistent_workers false --use_cpu --optim adamw_torch""".split()
     options = f"""--target {tmp_path}/target --data {tmp_path}/dat*.parquet --eval-data greedy={tmp_path}/data.parquet --out {tmp_path}/out
-        --rows dspine dflash --steps 4 --evaluations 2 --candidates 2 4 --row-minimum 1 --margin 5""".split()
+        --rows dspine dflash --steps 4 --evaluations 2 --candidates 2 4 --guidances 0.5 --row-minimum 1 --margin 5""".split()
     options += ["--gpus", "", *(f"--train-args={word}" for word in words)]
     script = load_example("ablations")
     report = script.main(options)
-    assert set(report["rows"]) == {"dspine", "dflash", "candidates-2", "candidates-4"}
+    assert set(report["rows"]) == {"dspine", "dflash", "candidates-2", "candidates-4", "guidance-0.5"}
     assert report["rows"]["dspine"]["steps"] == 4 and len(report["rows"]["dspine"]["curve"]["greedy"]) == 2
     assert not list((tmp_path / "out" / "dspine").glob("checkpoint-*"))
     capfd.readouterr()

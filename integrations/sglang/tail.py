@@ -42,7 +42,16 @@ class DecodingTail:
         else:
             # DFlash: slots do not see each other's choice, so every predecessor gives the same scores
             scores = values[:, :, None].expand(-1, -1, values.shape[-1], -1)
-        tokens, probs = call("walk_transition_cache", scores.contiguous(), candidates, temperature, uniforms)
+        guidance = float(self.config.refinement_guidance)
+        tokens, probs = call(
+            "walk_transition_cache",
+            scores.contiguous(),
+            candidates,
+            temperature,
+            uniforms,
+            base_scores=values if guidance else None,
+            guidance=guidance,
+        )
         return tokens, candidates, probs
 
     def _pair_scores(self, left_behind, candidates: torch.Tensor) -> torch.Tensor:

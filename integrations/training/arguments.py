@@ -36,6 +36,7 @@ class DrafterArguments:
     soft_token_features: bool | None = None
     refinement: bool | None = None
     num_candidates: int | None = None
+    refinement_guidance: float | None = None
     supervision: str | None = None
     supervision_weight: float | None = None
     target_thinking: bool | None = None
