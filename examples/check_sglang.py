@@ -8,13 +8,14 @@ The servers must be running (see `serve_sglang.py`); each check asks them over H
     walk          the served texts again, teacher-forced through Transformers: the accepted length that each text must have had
     layers        draft passes stored by `record_sglang.py` against the drafter in Transformers, layer by layer
     distribution  short sampled continuations of servers, compared with the first's by two-sample chi-square tests
+    exact         the same samples against the target's own probabilities in float32
     rounds        time per verification round of servers at fixed concurrency, in short windows that alternate between them
     profile       where a round's GPU time goes, from a trace of SGLang's own profiler
 
     python examples/check_sglang.py parity --server plain=http://127.0.0.1:30000 dspine=http://127.0.0.1:31000 \
         --target TARGET --bench-dir bench/ --output parity.json
 
-`prepare`, `hf`, `walk` and `layers` need this package's model and run without SGLang; the others need neither.
+`prepare`, `hf`, `walk`, `layers` and `exact` need this package's model and run without SGLang; the others need neither.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import time
 from pathlib import Path
 
 from sglang_checks.checkpoints import prepare
-from sglang_checks.distribution import distribution
+from sglang_checks.distribution import distribution, exact
 from sglang_checks.hugging_face import hf, walk
 from sglang_checks.layers import layers
 from sglang_checks.parity import parity
@@ -103,10 +104,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--target", required=True, help="its tokenizer is read")
     one.add_argument("--samples", type=int, default=12288, help="of every prompt at every setting")
     one.add_argument("--time-limit", type=float, default=300.0, help="seconds; fewer samples are taken if they end")
+    one.add_argument(
+        "--first-share", type=float, default=0.65, help="of that time before suspected settings are repeated"
+    )
     one.add_argument("--tokens", type=int, default=4, help="of a continuation")
     one.add_argument("--settings", type=setting, nargs="+", default=[(1.0, 1.0), (0.7, 0.9)], metavar="T/TOP_P")
+    one.add_argument("--num-prompts", type=int, default=4, help="of four")
     one.add_argument("--rows", type=int, default=8, help="of every prompt and setting in one request")
     one.add_argument("--in-flight", type=int, default=4, help="requests")
+
+    one = add("exact", exact, servers=False)
+    one.add_argument(
+        "--samples", type=Path, required=True, help="the file *-samples.json.gz beside the output of distribution"
+    )
+    one.add_argument("--target", required=True)
+    one.add_argument("--device", default="cuda")
+    one.add_argument("--batch-size", type=int, default=64)
+    one.add_argument("--least", type=int, default=200, help="samples of a beginning that is tested")
+    one.add_argument("--margin", type=float, default=0.02, help="around top-p, where rounding may decide")
 
     for name, function in (("rounds", rounds), ("profile", profile)):
         one = add(name, function)

@@ -10,12 +10,17 @@ residual stream after every injection, `norm(h)`, the candidates, q and the toke
 `DSPINE_FIXED_DRAFTS=V`, for `rounds` and `profile` with random weights: what DFLASH or DSPINE proposes is replaced, in the draft's CUDA
 graph, by the same arbitrary tokens below V. Untrained drafters propose one token for all slots of a block, and products of equal rows
 need less power than others: servers whose speed is compared should verify equal data, as diverse as real drafts.
+
+Each is confirmed by one line in the server's log, since SGLang only logs plugins that fail.
 """
 
 import functools
+import logging
 import os
 from pathlib import Path
 
+
+logger = logging.getLogger(__name__)
 
 MOST = 64  # passes stored
 
@@ -46,6 +51,7 @@ def attach(original, *args, **kwargs):
 
     if not hasattr(DSpineWorker, "recorded"):
         DSpineWorker.recorded = 0
+        logger.warning("draft passes are recorded in %s", os.environ["DSPINE_RECORD"])
         record(DSpineWorker, DSpineDraftModel, Path(os.environ["DSPINE_RECORD"]))
     return worker_class
 
@@ -59,6 +65,8 @@ def fix_drafts(worker_module, vocabulary: int) -> None:
     @functools.wraps(make)
     def make_fixed(draft_sampler):
         hook = make(draft_sampler)
+        # a server's log must tell whether its drafts were equal to another's
+        logger.warning("drafts are replaced by fixed tokens below %d", vocabulary)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(100, vocabulary, draft_sampler.out.shape, generator=generator).to(draft_sampler.out)
 

@@ -35,13 +35,13 @@ def load_plugin() -> None:
     from sglang.srt import plugins
 
     plugins.load_plugins()
-    if not hooked(f"{plugin.ALGORITHM_CLASS}.create_worker"):
+    if not any(plugin.is_around(path, function) for path, function in plugin.hooks().items()):
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
         plugin._register()
+        HookRegistry.apply_hooks()
     assert plugin._failure is None
-
-
-def hooked(path):
-    return getattr(plugin.resolve(path), "__wrapped__", None) is not None
+    plugin.check_hooks()
 
 
 def server_arguments(folders, draft, algorithm="DSPINE", **overrides):

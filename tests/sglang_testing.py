@@ -1,6 +1,7 @@
 """What the tests of the SGLang integration share: a tiny configuration, and a stand-in for a server that speaks real HTTP."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import random
@@ -35,11 +36,13 @@ def tiny_config(**overrides) -> DSpineConfig:
     return DSpineConfig(**(fields | overrides))
 
 
-def answer_tokens(prompt: list[int], sampling: dict, seed) -> list[int]:
+def answer_tokens(prompt: list[int], sampling: dict, seed, skew=0.0) -> list[int]:
     """What the stand-in generates: a function of the prompt alone at temperature 0."""
     count = sampling.get("max_new_tokens", 8)
-    draw = random.Random(str(prompt) if not sampling.get("temperature") else seed)
-    return [draw.randrange(3, 7) for _ in range(count)]
+    if not sampling.get("temperature"):
+        seed, skew = str(prompt), 0.0
+    draw = random.Random(seed)
+    return [3 if skew and draw.random() < skew else draw.randrange(3, 7) for _ in range(count)]
 
 
 class FakeSGLang:
@@ -51,15 +54,16 @@ class FakeSGLang:
         leak: tokens that the KV pool never gets back for every aborted or disconnected request.
         wrong_after: answers given before greedy ones turn wrong; None: never.
         rounds: tokens of every verification round; None: a server without drafter.
+        skew: how often a sampled token is the first one instead of one of four.
         trace: events that the profiler writes once an answer was given after its start; None: it never writes.
         port: 0 takes a free one.
     """
 
-    def __init__(self, context=256, delay=0.0, leak=0, wrong_after=None, rounds=2, trace=None, port=0):
+    def __init__(self, context=256, delay=0.0, leak=0, wrong_after=None, rounds=2, skew=0.0, trace=None, port=0):
         self.context, self.delay, self.leak, self.wrong_after, self.rounds = context, delay, leak, wrong_after, rounds
         self.now = self.most = self.answered = self.leaked = self.refused = self.aborted = self.left = 0
         self.asked, self.active, self.serial = [], {}, 0
-        self.trace, self.trace_folder = trace, None
+        self.skew, self.trace, self.trace_folder = skew, trace, None
         self._loop = asyncio.new_event_loop()
         started = threading.Event()
 
@@ -81,7 +85,8 @@ class FakeSGLang:
 
     def close(self):
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            with contextlib.suppress(RuntimeError):  # closed by itself since
+                self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)
 
     async def _connection(self, reader, writer):
@@ -118,9 +123,9 @@ class FakeSGLang:
             self.trace_folder = Path(json.loads(data)["output_dir"])
             return self._reply(writer, 200, None)
         if path.startswith("/abort_request"):
-            event = self.active.get(json.loads(data)["rid"])
-            if event is not None:
-                event.set()
+            body = json.loads(data)
+            every = body.get("abort_all", False)
+            [event.set() for rid, event in self.active.items() if every or rid == body["rid"]]
             return self._reply(writer, 200, None)
         self._reply(writer, 200 if method in ("GET", "POST") else 405, {})
 
@@ -144,7 +149,7 @@ class FakeSGLang:
         self.asked.append(body)
         self.now += len(prompts)
         self.most = max(self.most, self.now)
-        rid, event = body.get("rid") or f"own-{self.serial}", asyncio.Event()
+        rid, event = body.get("rid") or f"own-{len(self.asked)}", asyncio.Event()
         self.active[rid] = event
         try:
             aborted = await self._wait(event, reader, writer, body.get("stream"))
@@ -154,7 +159,7 @@ class FakeSGLang:
         answers = []
         for ids, one in zip(prompts, sampling):
             self.serial += 1
-            tokens = answer_tokens(ids, one, self.serial)
+            tokens = answer_tokens(ids, one, self.serial, self.skew)
             wrong = self.wrong_after is not None and self.answered >= self.wrong_after
             if wrong and not one.get("temperature"):
                 tokens = [token + 1 for token in tokens]

@@ -1,5 +1,6 @@
 """The measurements of a served drafter: their statistics, their arithmetic, and runs against a stand-in for the server."""
 
+import gzip
 import json
 import random
 from collections import Counter
@@ -73,11 +74,6 @@ def test_two_sample_test_is_calibrated_and_has_power(chi_square):
     assert result["p"] < 1e-6 and result["samples"] == [20000, 20000] and result["in_rare_cells"] >= 0
     assert chi_square.two_sample_test(Counter({1: 50}), Counter({1: 70}))["p"] == 1.0
     assert chi_square.two_sample_test(Counter({1: 500}), Counter({2: 500}))["p"] < 1e-100
-
-
-def test_fisher(chi_square):
-    assert chi_square.fisher([0.5]) == pytest.approx(0.5)
-    assert chi_square.fisher([0.01] * 5) < 1e-4 < 0.1 < chi_square.fisher([0.5, 0.4, 0.8])
 
 
 def test_lengths(lengths):
@@ -174,18 +170,116 @@ def test_distribution(check, sglang_servers, character_tokenizer, tmp_path):
     urls = [f"a={one.url}", f"b={other.url}", f"c={wrong.url}"]
     arguments = ["distribution", "--server", *urls, "--target", "t", "--output", str(out), "--samples", "600"]
     result = check.main([*arguments, "--tokens", "2", "--settings", "1", "0.7/0.9"])
-    assert result["samples"] == {"a": 600, "b": 600, "c": 600}
-    settings = result["against_first"]["b"]
-    assert set(settings) == {"temperature=1, top_p=1", "temperature=0.7, top_p=0.9"}
-    assert all(part["passed"] for part in settings.values()) and settings["temperature=1, top_p=1"]["tests"] == 8
-    part = settings["temperature=1, top_p=1"]["prompts"][0]
+    assert result["samples"] == {"a": 600, "b": 600, "c": 600} and result["passed"] and "samples_again" not in result
+    found = result["against_first"]["b"]
+    assert found["cells"] == 16 and found["passed"] and not found["suspected"] and found["smallest_p"] * 16 >= 0.01
+    assert set(found["settings"]) == {"temperature=1, top_p=1", "temperature=0.7, top_p=0.9"}
+    part = found["settings"]["temperature=1, top_p=1"][0]
     assert part["tests"][1]["samples"] == [600, 600] and part["distinct"] == [16, 16]
     assert part["greedy_equal"] and part["greedy_rows_differ"] == 0
-    assert not result["against_first"]["c"]["temperature=1, top_p=1"]["prompts"][0]["greedy_equal"]
+    # as far beyond chance as chance goes
+    assert abs(part["tests"][1]["distance"]) < 5 * part["tests"][1]["distance_error"] < 0.1
+    greedy = result["against_first"]["c"]["settings"]["temperature=1, top_p=1"][0]
+    assert not greedy["greedy_equal"]
     rows = one.asked[0]["sampling_params"]
     assert len(rows) == 8 * 2 * 4 + 4 and [row["temperature"] for row in rows[-5:]] == [0.7, 0, 0, 0, 0]
+    with gzip.open(tmp_path / "d-samples.json.gz", "rt") as file:
+        stored = json.load(file)
+    assert (
+        len(stored["cases"]) == 8 and stored["cases"][-1]["temperature"] == 0.7 and stored["cases"][-1]["top_p"] == 0.9
+    )
+    assert [sum(row[-1] for row in case) for case in stored["samples"]["b"]] == [600] * 8
     with pytest.raises(ValueError, match="must leave time"):
         check.main([*arguments, "--time-limit", "0"])
+
+
+def test_what_is_suspected_is_sampled_afresh(
+    check, distribution, sglang_servers, character_tokenizer, tmp_path, monkeypatch
+):
+    one, skewed, chance = sglang_servers(), sglang_servers(skew=0.5), sglang_servers()
+    urls = [f"a={one.url}", f"b={skewed.url}", f"c={chance.url}"]
+    arguments = ["distribution", "--server", *urls, "--target", "t", "--output", str(tmp_path / "d.json")]
+    arguments += [
+        "--tokens",
+        "2",
+        "--settings",
+        "1",
+        "0.7",
+        "--samples",
+        "300",
+        "--num-prompts",
+        "1",
+        "--time-limit",
+        "60",
+    ]
+    compare, times = distribution.compare_samples, []
+
+    def unlucky(one, other, depth):
+        """The third server's first sample is a bad one by chance: at its second setting, with two tokens."""
+        tests = compare(one, other, depth)
+        times.append(depth)
+        if len(times) == 4:
+            tests[1]["p"] = 1e-9
+        return tests
+
+    monkeypatch.setattr(distribution, "compare_samples", unlucky)
+    result = check.main(arguments)
+    assert not result["passed"] and result["samples_again"].keys() == {"a", "b", "c"}
+    assert result["samples_again"]["b"] == 1200
+    b, c = (result["against_first"][name] for name in "bc")
+    assert not b["passed"] and set(b["suspected_again"]) <= set(b["suspected"]) and len(b["suspected"]) == 4
+    text = "temperature=0.7, top_p=1, Once upon a time, in a small village, there lived a, 2 tokens"
+    assert c["suspected"] == [text]
+    # p is below 0.01 once in a hundred times; sampling is not seeded, since tasks interleave
+    assert c["passed"] == (c["suspected_again"] == []) == (c["tests_again"][text]["p"] >= 0.01)
+    assert list(c["tests_again"]) == c["suspected"] and c["tests_again"][c["suspected"][0]]["samples"] == [1200, 1200]
+    assert (tmp_path / "d-again-samples.json.gz").exists()
+
+
+def test_samples_against_the_targets_own_probabilities(check, tmp_path, monkeypatch):
+    """Texts drawn from a tiny target at two settings pass; those of a server that draws one token in twenty anew do not."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    target = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
+    target.lm_head.weight.data *= 60
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: target)
+    prompt, count = [5, 6, 7], 6000
+
+    def draw_texts(temperature, top_p, wrong):
+        ids = torch.tensor([prompt] * count)
+        for _ in range(2):
+            with torch.no_grad():
+                probs = torch.softmax(target(ids).logits[:, -1] / temperature, -1)
+            ordered, order = probs.sort(descending=True)
+            ordered = torch.where(ordered.cumsum(-1) - ordered > top_p, 0.0, ordered)
+            token = order.gather(1, torch.multinomial(ordered, 1))
+            token = torch.where(torch.rand(count, 1) < wrong, torch.randint(0, 30, (count, 1)), token)
+            ids = torch.cat([ids, token], 1)
+        return [[*text, number] for text, number in Counter(map(tuple, ids[:, 3:].tolist())).items()]
+
+    settings = [(1.0, 1.0), (0.7, 0.9)]
+    cases = [
+        {"setting": f"{t}/{p}", "begun": "x", "prompt": prompt, "temperature": t, "top_p": p} for t, p in settings
+    ]
+    samples = {name: [draw_texts(t, p, wrong) for t, p in settings] for name, wrong in (("good", 0.0), ("bad", 0.05))}
+    with gzip.open(tmp_path / "d-samples.json.gz", "wt") as file:
+        json.dump({"cases": cases, "samples": samples}, file)
+    arguments = ["exact", "--samples", str(tmp_path / "d-samples.json.gz"), "--target", "t", "--device", "cpu"]
+    result = check.main([*arguments, "--output", str(tmp_path / "e.json"), "--batch-size", "3"])["servers"]
+    for setting in ("1.0/1.0", "0.7/0.9"):
+        good = result["good"][setting]
+        assert good["p"] > 1e-3 and good["outside_top_p"] == 0 and good["beginnings"] > 3
+        assert abs(good["distance"]) < 4 * good["distance_error"]
+        parts = [result["good"][f"{setting}, token {i}"] for i in (1, 2)]
+        assert parts[0]["samples"] <= count and sum(part["chi_square"] for part in parts) == pytest.approx(
+            good["chi_square"]
+        )
+    bad = result["bad"]["1.0/1.0"]
+    assert bad["p"] < 1e-9 and bad["distance"] > 10 * bad["distance_error"]
+    # what it draws wrongly there is mostly outside of top-p, and the rest as it should be
+    assert result["bad"]["0.7/0.9"]["outside_top_p"] > 100
 
 
 def test_another_distribution_is_found(distribution):

@@ -244,7 +244,14 @@ def test_triton_tail_equals_the_reference():
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"injection_gate": "rank"}, {"refinement": False}, {"output_multiplier": 0.5}]
+    "overrides",
+    [
+        {},
+        {"injection_gate": "rank"},
+        {"refinement": False},
+        {"output_multiplier": 0.5},
+        {"refinement_guidance": 0.5},
+    ],
 )
 def test_tail_equals_the_model(overrides):
     """The tail on what the Hugging Face model leaves behind, against the model's own `propose`."""

@@ -273,7 +273,11 @@ class CPULengths(torch.Tensor):
 
 @pytest.fixture
 def rounds(worker, renormalise, folders, monkeypatch):
-    """`run(sampling_info, rows, count, classes)`: texts that DFLASH's own decode step, with our overrides, generates on the CPU."""
+    """`run(sampling_info, rows, count, classes)`: texts that DFLASH's own decode step, with our overrides, generates on the CPU.
+
+    With `captured` the tail runs as in a graph of that many rows: on padded batches, with buffers that stay from round to round. With
+    `leaving` rows every round has another choice of the rows, in another order.
+    """
     from sglang.srt.speculative import dflash_worker_v2 as engine
     from sglang.srt.speculative.draft_worker_common import build_block_pos_offsets, make_draft_input_v2
     from sglang.version import __version__ as version
@@ -283,6 +287,8 @@ def rounds(worker, renormalise, folders, monkeypatch):
     SpeculativeAlgorithm.DFLASH.create_worker(server_arguments(folders, folders.dspine))
     torch.manual_seed(0)
     # flat proposals over the whole vocabulary: a random drafter that a random target accepts now and then
+    from dspine.integrations.sglang.tail import GraphTail
+
     config = tiny_config(num_candidates=97, output_multiplier=0.1)
     x = inputs(config)
     worker.draft_model = model = build(config)
@@ -296,15 +302,23 @@ def rounds(worker, renormalise, folders, monkeypatch):
     model.take_left_behind()
 
     def draft_forward(batch):
+        graph, own = worker._draft_sampler, len(batch.input_ids)
+        size = batch.batch_size if graph is None else len(graph.temperature)
+        # a graph's rows beyond the batch hold what was there before: here the first row's
+        at = torch.arange(size * BLOCK).where(torch.arange(size * BLOCK) < own, torch.arange(size * BLOCK) % BLOCK)
         for layer in model.layers:
             attention = layer.self_attn
-            zeros = torch.zeros(batch.batch_size * CONTEXT, attention.kv_size)
+            zeros = torch.zeros(size * CONTEXT, attention.kv_size)
             attention.attn.context = (zeros, zeros)
         # texts grow longer than the tiny drafter's table of angles
-        output = model.forward(batch.input_ids, batch.positions % 64, batch, batch.input_embeds)
+        positions, padded = batch.positions[at] % 64, SimpleNamespace(batch_size=size)
+        output = model.forward(batch.input_ids[at], positions, padded, batch.input_embeds[at])
+        if graph is not None:
+            graph(output.hidden_states)
+            return SimpleNamespace(logits_output=output, can_run_graph=True)
         return SimpleNamespace(logits_output=output, can_run_graph=False)
 
-    def run(sampling_info, rows, count, classes=97):
+    def run(sampling_info, rows, count, classes=97, captured=None, leaving=0):
         # tokens of one class have the same successors, so few classes make many samples of each
         table = favourites[torch.arange(97) % classes]
         worker._target_worker = MarkovTarget(table, x.embedding, x.W, rows)
@@ -318,23 +332,30 @@ def rounds(worker, renormalise, folders, monkeypatch):
         worker._use_triton_prepare_block = worker._use_triton_accept_bonus = worker.use_compact_draft_cache = False
         worker._need_mamba_verify_commit = worker._warned_sampling_fallback = worker._logged_first_verify = False
         worker.ps = SimpleNamespace(tp_rank=0)
+        worker._draft_sampler = None
+        if captured:
+            worker._draft_sampler = GraphTail(model.tail, model, BLOCK, captured, "cpu")
         tokens = torch.randint(0, 96, (rows,))
         texts, lengths = [[int(token)] for token in tokens], torch.full((rows,), 5)
-        state = make_draft_input_v2(bonus_tokens=tokens, new_seq_lens=lengths)
         mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
         for _ in range(count):
-            state.max_top_k = int(sampling_info.top_ks.max())  # the scheduler's part
+            # the scheduler's part
+            there = torch.randperm(rows)[leaving:] if leaving else torch.arange(rows)
+            of_rows = {k: v[there] if isinstance(v, torch.Tensor) else v for k, v in vars(sampling_info).items()}
+            own = type(sampling_info)(**of_rows)
+            state = make_draft_input_v2(bonus_tokens=tokens[there], new_seq_lens=lengths[there])
+            state.max_top_k = int(own.top_ks.max())
             batch = SimpleNamespace(
                 forward_mode=mode, is_extend_in_batch=False, return_logprob=False, has_grammar=False, spec_info=state,
-                sampling_info=sampling_info, seq_lens=lengths.as_subclass(CPULengths), seq_lens_cpu=lengths.int(),
-                seq_lens_sum=int(lengths.sum()), req_pool_indices=torch.arange(rows), reqs=[None] * rows, out_cache_loc=None,
+                sampling_info=own, seq_lens=lengths[there].as_subclass(CPULengths), seq_lens_cpu=lengths[there].int(),
+                seq_lens_sum=int(lengths[there].sum()), req_pool_indices=there, reqs=[None] * len(there), out_cache_loc=None,
             )  # fmt: skip
             result = worker.forward_batch_generation(batch)
-            new = result.next_token_ids.view(rows, BLOCK)
-            for row, kept in enumerate(result.accept_lens.tolist()):
-                texts[row] += new[row, :kept].tolist()
-            state = result.next_draft_input
-            lengths = result.new_seq_lens.as_subclass(torch.Tensor)
+            new = result.next_token_ids.view(len(there), BLOCK)
+            for row, kept, tokens_of in zip(there.tolist(), result.accept_lens.tolist(), new):
+                texts[row] += tokens_of[:kept].tolist()
+            tokens[there] = result.next_draft_input.bonus_tokens
+            lengths[there] = result.new_seq_lens.as_subclass(torch.Tensor)
         return texts, table
 
     return run
@@ -356,15 +377,24 @@ def test_greedy_rounds_follow_the_targets_argmax(rounds):
         assert text[1:] == table.argmax(-1)[torch.tensor(text[:-1])].tolist()
 
 
-def test_sampled_rounds_follow_the_target_and_greedy_rows_stay_greedy(rounds):
-    rows, count = 96, 40
-    texts, table = rounds(Penalties(**vars(sampling(rows))), rows, count, classes=2)
+@pytest.mark.parametrize(
+    ("captured", "leaving"), [(None, 0), (None, 40), (128, 40)], ids=["eager", "leaving", "graph"]
+)
+def test_sampled_rounds_follow_the_target_and_greedy_rows_stay_greedy(captured, leaving, rounds):
+    """Rows at two temperatures and a greedy one, staying or leaving and coming back, on the tail's two ways."""
+    rows, count = 96, 60 if leaving else 40
+    temperatures = torch.tensor([1.0, 0.7])[torch.arange(rows) % 2, None]
+    info = Penalties(**vars(sampling(rows, temperatures=temperatures)))
+    texts, table = rounds(info, rows, count, classes=2, captured=captured, leaving=leaving)
     assert texts[0][1:] == table.argmax(-1)[torch.tensor(texts[0][:-1])].tolist()
-    pairs = torch.cat([torch.tensor([text[:-1], text[1:]]) for text in texts[1:]], 1)
-    assert pairs.shape[1] > (rows - 1) * count * 1.2  # some drafts were kept, or nothing would have been tested
-    counts = torch.zeros(2, 97).index_put_((pairs[0] % 2, pairs[1]), torch.ones(pairs.shape[1]), accumulate=True)
-    expected = counts.sum(1, keepdim=True) * torch.softmax(table[:2] / 0.7, -1)
-    cells = expected > 5
-    statistic = ((counts - expected)[cells] ** 2 / expected[cells]).sum()
-    freedom = int(cells.sum()) - 2
-    assert abs(float(statistic) - freedom) / (2 * freedom) ** 0.5 < 5
+    for parity, temperature in enumerate((1.0, 0.7)):
+        of_rows = texts[2 if parity == 0 else 1 :: 2]
+        pairs = torch.cat([torch.tensor([text[:-1], text[1:]]) for text in of_rows], 1)
+        # some drafts were kept, or nothing would have been tested
+        assert pairs.shape[1] > len(of_rows) * count * (rows - leaving) / rows * 1.15
+        counts = torch.zeros(2, 97).index_put_((pairs[0] % 2, pairs[1]), torch.ones(pairs.shape[1]), accumulate=True)
+        expected = counts.sum(1, keepdim=True) * torch.softmax(table[:2] / temperature, -1)
+        cells = expected > 5
+        statistic = ((counts - expected)[cells] ** 2 / expected[cells]).sum()
+        freedom = int(cells.sum()) - 2
+        assert abs(float(statistic) - freedom) / (2 * freedom) ** 0.5 < 5, temperature

@@ -55,8 +55,3 @@ def two_sample_test(one: Counter, other: Counter, least: float = 5.0) -> dict:
     freedom = len(cells) - 1
     p = chi_square_tail(statistic, freedom) if freedom > 0 else 1.0
     return {"p": p, "chi_square": statistic, "freedom": freedom, "samples": [n, m], "in_rare_cells": sum(rare)}
-
-
-def fisher(values: list[float]) -> float:
-    """One p-value for independent tests together (Fisher 1925)."""
-    return chi_square_tail(-2 * sum(math.log(max(value, 1e-300)) for value in values), 2 * len(values))

@@ -3,21 +3,23 @@
 DSPINE is an alias of DFLASH, not an algorithm of its own. The slot layout is DFLASH's (slot 0 holds the anchor), and SGLang compares
 the literal name in many places (KV accounting, token maps, metrics, validation) that a registered algorithm does not pass; 0.5.17
 and 0.5.23 also call methods on the algorithm that their base class for registered ones lacks. The alias makes all of that hold.
-Three hooks of SGLang's own registry carry the difference, each checked at load:
+Three hooks of SGLang's own registry carry the difference:
 
 - the alias: DSPINE becomes DFLASH when arguments are resolved, if the draft checkpoint is a DSpine one;
 - the arguments: what cannot be honoured is refused there, in the first process;
 - the worker: a DFLASH server whose draft checkpoint is a DSpine one gets `worker.DSpineWorker`, in the scheduler process, where
   also the model class and the hook on sampled acceptance are registered (this imports SGLang's models, so not earlier).
 
-SGLang logs a plugin's exceptions and goes on. So a failure here is kept and raised again, as one sentence, by anything that then
-asks for DSPINE.
+SGLang logs a plugin's exceptions and hooks that fail, and goes on. So a failure here is kept and raised again, as one sentence, by
+anything that then asks for DSPINE, and the hooks are looked for again while a server's arguments are resolved, when every plugin has run.
 """
 
+import functools
 import importlib
 import inspect
 import logging
 import os
+import sys
 
 
 logger = logging.getLogger(__name__)
@@ -88,9 +90,8 @@ def _register() -> None:
 
     # so that a checkpoint's config.json loads without trusting the code beside it
     AutoConfig.register(DSpineConfig.model_type, DSpineConfig, exist_ok=True)
-    hook(f"{SPECULATIVE_HOOK}._resolve_speculative_algorithm_alias", resolve_alias)
-    hook(f"{SPECULATIVE_HOOK}._handle_dflash", handle_arguments)
-    hook(f"{ALGORITHM_CLASS}.create_worker", create_worker)
+    for path, function in hooks().items():
+        hook(path, function)
 
 
 def _register_refusal() -> None:
@@ -145,9 +146,9 @@ def check_signatures(signatures: dict[str, tuple[str, ...]]) -> None:
 
 
 def resolve(path: str):
-    """The object at a dotted path."""
+    """The module or the object in one at a dotted path."""
     parts = path.split(".")
-    for i in range(len(parts) - 1, 0, -1):
+    for i in range(len(parts), 0, -1):
         try:
             found = importlib.import_module(".".join(parts[:i]))
         except ModuleNotFoundError as error:
@@ -160,20 +161,83 @@ def resolve(path: str):
     raise ImportError(f"no module on the path {path}")
 
 
+def hooks() -> dict:
+    """What goes around what, in every process of a server."""
+    return {
+        f"{SPECULATIVE_HOOK}._resolve_speculative_algorithm_alias": resolve_alias,
+        f"{SPECULATIVE_HOOK}._handle_dflash": handle_arguments,
+        f"{ALGORITHM_CLASS}.create_worker": create_worker,
+    }
+
+
 def hook(path: str, function) -> None:
-    """Puts `function(original, *args, **kwargs)` around the object at `path`, through SGLang's registry, and checks that it is there.
+    """Registers `function(original, *args, **kwargs)` around the function at `path`, to be applied when all plugins have run.
 
-    The registry applies hooks after all plugins have run, and only logs failures; so they are applied and looked at here.
-
-    Raises:
-        RuntimeError: the hook did not take.
+    SGLang's registry applies the hooks on a path once, all together. So they are not applied here, which would shut out plugins
+    that come later; and where another plugin has had them applied already, the function goes around what is there without it.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(path, function, HookType.AROUND)
-    HookRegistry.apply_hooks()
-    if getattr(resolve(path), "__wrapped__", None) is None:
-        raise RuntimeError(f"SGLang did not apply the hook on {path}")
+    if path in getattr(HookRegistry, "_patched", ()):
+        wrap(path, function)
+    else:
+        HookRegistry.register(path, function, HookType.AROUND)
+
+
+def wrap(path: str, function) -> None:
+    """Puts `function(original, *args, **kwargs)` around the function or method at `path`, once, in every module that holds it."""
+    if is_around(path, function):
+        return
+    owner, _, name = path.rpartition(".")
+    owner = resolve(owner)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+    for module in [one for one in list(sys.modules.values()) if inspect.ismodule(one)]:
+        for key in [key for key, value in list(vars(module).items()) if value is original]:
+            setattr(module, key, wrapped)
+
+
+def is_around(path: str, function) -> bool:
+    """Whether a call of what is at `path` can reach `function`, through any number of wrappers.
+
+    Wrappers hold what they call in their closures. `__wrapped__` says less: it is there after anyone's hook, and after one that
+    replaces a function and never calls it.
+    """
+    waiting, seen = [resolve(path)], set()
+    while waiting:
+        one = waiting.pop()
+        one = getattr(one, "__func__", one)  # of a method
+        if one is function:
+            return True
+        if isinstance(one, functools.partial):
+            waiting += [one.func, *one.args]
+        if id(one) in seen or not inspect.isfunction(one):
+            continue
+        seen.add(id(one))
+        for cell in one.__closure__ or ():
+            try:
+                waiting.append(cell.cell_contents)
+            except ValueError:  # an empty cell
+                continue
+    return False
+
+
+def check_hooks() -> None:
+    """Checks, when all plugins have run, that SGLang has applied every hook and that nobody has replaced what it goes around.
+
+    Raises:
+        RuntimeError: a hook is not there; the message names it.
+    """
+    for path, function in hooks().items():
+        if not is_around(path, function):
+            raise RuntimeError(
+                f"SGLang did not apply dspine's hook on {path}, or another plugin has replaced the function since"
+            )
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------------
@@ -184,8 +248,10 @@ def resolve_alias(original, speculative_algorithm, speculative_draft_model_path,
 
     Raises:
         ValueError: the draft checkpoint is missing or is another kind of drafter.
+        RuntimeError: another hook is not in place.
     """
     if speculative_algorithm is not None and speculative_algorithm.upper() == ALGORITHM:
+        check_hooks()
         if not speculative_draft_model_path:
             raise ValueError(f"--speculative-algorithm {ALGORITHM} needs --speculative-draft-model-path")
         from sglang.srt.utils.hf_transformers_utils import get_config
@@ -203,7 +269,8 @@ def resolve_alias(original, speculative_algorithm, speculative_draft_model_path,
 def handle_arguments(original, server_args, *args, **kwargs):
     """After SGLang has resolved the arguments of DFLASH: refuses what a DSpine drafter cannot honour."""
     result = original(server_args, *args, **kwargs)
-    _check_arguments(server_args)
+    if _check_arguments(server_args):
+        check_hooks()
     return result
 
 
@@ -225,8 +292,7 @@ def create_worker(original, algorithm, server_args, *args, **kwargs):
     for name in ARCHITECTURES:
         if ModelRegistry.models.setdefault(name, DSpineDraftModel) is not DSpineDraftModel:
             raise RuntimeError(f"another plugin has registered the architecture {name}")
-    if getattr(resolve(ACCEPTANCE), "__wrapped__", None) is None:
-        hook(ACCEPTANCE, accept_sampled)
+    wrap(ACCEPTANCE, accept_sampled)  # plugins have run long since
     return DSpineWorker
 
 
