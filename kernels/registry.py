@@ -161,7 +161,9 @@ def check_walk_transition_cache(
     ):
         return "temperature needs uniforms, both on the device of the scores"
     if base_scores is not None and (base_scores.shape != candidates.shape or base_scores.device != scores.device):
-        return f"base_scores must be {list(candidates.shape)} on the device of the scores, got {list(base_scores.shape)}"
+        return (
+            f"base_scores must be {list(candidates.shape)} on the device of the scores, got {list(base_scores.shape)}"
+        )
     return None
 
 
