@@ -202,9 +202,8 @@ def test_kernel_fault_is_found_and_named(healthy, monkeypatch):
 
     target, tokenizer, folder = healthy
 
-    def wrong(scores, candidates, temperature=None, uniforms=None):
-        tokens, probs = registry.REFERENCES["walk_transition_cache"](-scores, candidates, temperature, uniforms)
-        return tokens, probs
+    def wrong(scores, *others, **named):
+        return registry.REFERENCES["walk_transition_cache"](-scores, *others, **named)
 
     table = registry._implementations["walk_transition_cache"]
     monkeypatch.setitem(table, "broken", registry.Implementation(wrong, lambda *args, **kwargs: None))
