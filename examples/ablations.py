@@ -83,16 +83,14 @@ def train_command(name: str, args, seconds: float) -> list[str]:
 
 
 def decoding_command(args) -> list[str]:
-    """Walks the default's drafter with other decoding settings, on as many texts as in training."""
-    documents = (
-        args.train_args[args.train_args.index("--eval_documents") + 1 :][:1]
-        if "--eval_documents" in args.train_args
-        else ["112"]
-    )
+    """Walks the default's drafter with other decoding settings, over the texts and batches of its training's evaluation."""
+    data = read_json(Path(args.out) / BASELINE / "metrics.json")["arguments"]["data"]
+    documents = data["eval_documents"]
     return [
         *(sys.executable, str(HERE / "tune_decoding.py"), "--target", args.target),
         *("--drafter", str(Path(args.out) / BASELINE), "--out", str(Path(args.out) / DECODING)),
-        *("--eval-data", *args.eval_data, "--eval-documents", *documents),
+        *("--eval-data", *args.eval_data, *([] if documents is None else ["--eval-documents", str(documents)])),
+        *("--tokens-per-batch", str(data["tokens_per_batch"]), "--max-anchors", str(data["max_anchors"])),
         *("--candidates", *map(str, args.candidates), "--guidances", *map(str, args.guidances)),
     ]
 

@@ -38,6 +38,10 @@ def evaluate(args) -> dict[str, dict]:
         tokenizer = None  # token sequences need none
     # as in training: fp32 weights under autocast beside a target in low precision
     drafter = DSpineModel.from_pretrained(args.drafter, dtype=torch.float32).to(device).eval()
+    if any(args.guidances) and not drafter.config.refinement:
+        raise ValueError(
+            f"--guidances must be 0 for a drafter without refinement ({args.drafter}), got {args.guidances}"
+        )
     drafter.bind_target(target)
     drafter.set_attn_implementation(PACKED_ATTENTION)
     runner = TargetRunner(target, drafter.config.target_layer_ids)
@@ -88,8 +92,14 @@ def main(argv: list[str] | None = None) -> dict[str, dict]:
     args = parser.parse_args(argv)
     if not args.candidates and not args.guidances:
         parser.error("nothing to compare: give --candidates or --guidances")
+    if min(args.guidances, default=0) < 0 or min(args.candidates, default=1) < 1:
+        parser.error(
+            f"--guidances must be at least 0 and --candidates at least 1, got {args.guidances} and {args.candidates}"
+        )
     if args.write and not args.guidances:
         parser.error("--write needs --guidances to choose from")
+    if args.write and not (Path(args.drafter) / "config.json").is_file():
+        parser.error(f"--write needs a folder with config.json as --drafter, got {args.drafter}")
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     result = evaluate(args)
     if args.out:

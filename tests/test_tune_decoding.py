@@ -29,7 +29,15 @@ def test_the_best_guidance_is_written(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "dspine", "refinement_guidance": 0.25}
 
 
-@pytest.mark.parametrize("options, message", [("--candidates 4 --write", "--guidances"), ("", "nothing to compare")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--candidates 4 --write", "--write needs --guidances"),
+        ("--guidances 0.1 --write", "folder with config.json"),
+        ("--guidances -0.1", "at least 0"),
+        ("", "nothing to compare"),
+    ],
+)
 def test_commands_without_sense_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         load_example("tune_decoding").main(["--target", "t", "--drafter", "d", "--eval-data", "a=b", *options.split()])

@@ -172,10 +172,10 @@ def decode_prompt_lookup(
 
 
 def check_transformers_loop() -> None:
-    """Whether this release of Transformers has the loop of [`decode_in_transformers_loop`].
+    """Refuses releases of Transformers without the loop of [`decode_in_transformers_loop`].
 
     Raises:
-        RuntimeError: it has not; the message names the release needed.
+        RuntimeError: this is one; the message names the release needed.
     """
     import transformers
     from transformers.generation import candidate_generator
