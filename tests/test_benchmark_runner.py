@@ -105,6 +105,16 @@ def test_client_says_when_nobody_answers():
 # ---- the commands ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def work():
+    return load_example("benchmarking.work")
+
+
+@pytest.fixture
+def benchmark(work):
+    return load_example("benchmark")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
@@ -124,8 +134,7 @@ def command(folders, out, *more):
     ]
 
 
-def test_benchmark_runs_and_resumes(folders, tmp_path, capsys):
-    benchmark = load_example("benchmark")
+def test_benchmark_runs_and_resumes(benchmark, folders, tmp_path, capsys):
     cut = benchmark.main(command(folders, tmp_path, "--time-limit", "0"))
     assert not cut["complete"] and cut["cells"] == []
     options = ("--temperatures", "0", "1", "--block-sizes", "0", "3")
@@ -147,8 +156,7 @@ def test_benchmark_runs_and_resumes(folders, tmp_path, capsys):
         benchmark.main([*command(folders, tmp_path, *options), "--max-new-tokens", "13"])
 
 
-def test_summary_of_what_a_killed_run_left(folders, tmp_path):
-    benchmark = load_example("benchmark")
+def test_summary_of_what_a_killed_run_left(benchmark, folders, tmp_path):
     whole = benchmark.main(command(folders, tmp_path, "--baselines", "target"))
     (tmp_path / "summary.json").unlink()
     summary = benchmark.main(command(folders, tmp_path, "--summary-only"))
@@ -158,11 +166,10 @@ def test_summary_of_what_a_killed_run_left(folders, tmp_path):
         benchmark.main(command(folders, tmp_path / "nowhere", "--summary-only"))
 
 
-def test_same_drafter_in_transformers_loop(folders, tmp_path):
+def test_same_drafter_in_transformers_loop(benchmark, folders, tmp_path):
     """The baseline `assisted`: the same greedy texts, and a speed-up over it for the drafter it belongs to."""
     from transformers.generation import candidate_generator
 
-    benchmark = load_example("benchmark")
     arguments = command(folders, tmp_path, "--baselines", "target", "assisted")
     if not hasattr(candidate_generator, "DFlashTokenCandidateGenerator"):
         with pytest.raises(RuntimeError, match="5.19 or later"):
@@ -174,33 +181,31 @@ def test_same_drafter_in_transformers_loop(folders, tmp_path):
     assert set(cells["dspine"]["speed_up"]) == {"target", "assisted"}
 
 
-def units(benchmark, lengths, temperatures=(0.0, 1.0), drafters=2, size=3):
+def units(work, lengths, temperatures=(0.0, 1.0), drafters=2, size=3):
     """All units of made-up prompts: the target and some drafters at every temperature."""
     asked = [Prompt("ab"[i % 2], i // 2, [0], answer_length=length) for i, length in enumerate(lengths)]
     methods = [{"method": "target", "kind": "target"}]
     methods += [{"method": f"drafter {i}", "kind": "drafter"} for i in range(drafters)]
     return [
-        benchmark.Unit(temperature, 0, place, batch, method)
+        work.Unit(temperature, 0, place, batch, method)
         for temperature in temperatures
-        for place, batch in enumerate(benchmark.batches(asked, size, mix_sets=True))
+        for place, batch in enumerate(work.batches(asked, size, mix_sets=True))
         for method in methods
     ]
 
 
-def test_batches_hold_like_answers():
-    benchmark = load_example("benchmark")
-    parts = units(benchmark, [9, 1, 8, 2, 7, 3], drafters=0)
+def test_batches_hold_like_answers(work):
+    parts = units(work, [9, 1, 8, 2, 7, 3], drafters=0)
     assert [[prompt.answer_length for prompt in unit.prompts] for unit in parts] == [[1, 2, 3], [7, 8, 9]] * 2
     assert [unit.rounds(512) for unit in parts] == [3, 9] * 2 and parts[1].rounds(5) == 5
-    unknown = benchmark.Unit(0.0, 0, 0, [Prompt("a", 0, [0])] * 4, {"method": "lookup", "kind": "prompt_lookup"})
+    unknown = work.Unit(0.0, 0, 0, [Prompt("a", 0, [0])] * 4, {"method": "lookup", "kind": "prompt_lookup"})
     assert unknown.rounds(30) == 4 * 30 / 3, "prompt by prompt"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 16, 40])
-def test_units_are_shared_out_once_and_evenly(world):
-    benchmark = load_example("benchmark")
-    parts = units(benchmark, [40 + 7 * i % 400 for i in range(48)], drafters=5, size=6)
-    shares = benchmark.share_out(parts, world, 512)
+def test_units_are_shared_out_once_and_evenly(work, world):
+    parts = units(work, [40 + 7 * i % 400 for i in range(48)], drafters=5, size=6)
+    shares = work.share_out(parts, world, 512)
     given = [id(unit) for part in shares for share in part for unit in share]
     assert sorted(given) == sorted(map(id, parts)), "every unit exactly once"
     first, then = shares
@@ -221,27 +226,25 @@ def test_units_are_shared_out_once_and_evenly(world):
         assert answers == sorted(answers, reverse=True)
 
 
-def test_idle_processes_take_what_needs_no_answers():
-    benchmark = load_example("benchmark")
-    first, _ = benchmark.share_out(units(benchmark, [8, 8, 8, 8]), 4, 512)
+def test_idle_processes_take_what_needs_no_answers(work):
+    first, _ = work.share_out(units(work, [8, 8, 8, 8]), 4, 512)
     kinds = [[(unit.temperature, unit.method["kind"]) for unit in share] for share in first]
     assert sum(kind == [(0.0, "target")] for kind in kinds) == 2
     assert all(share and share[0][0] == 1.0 for share in kinds if share[0] != (0.0, "target"))
     # without answers to wait for there is one part only
-    known = [unit for unit in units(benchmark, [8, 8, 8, 8]) if not unit.gives_answers]
-    assert not any(benchmark.share_out(known, 4, 512)[0])
+    known = [unit for unit in units(work, [8, 8, 8, 8]) if not unit.gives_answers]
+    assert not any(work.share_out(known, 4, 512)[0])
 
 
-def test_servers_prompts_are_shared_out():
-    benchmark = load_example("benchmark")
+def test_servers_prompts_are_shared_out(work):
     asked = [Prompt("ab"[i % 2], i // 2, [0], answer_length=length) for i, length in enumerate([9, 1, 8, 2, 7, 3])]
-    lengths = [sorted(prompt.answer_length for prompt in benchmark.part_of(asked, rank, 2)) for rank in range(2)]
+    lengths = [sorted(prompt.answer_length for prompt in work.part_of(asked, rank, 2)) for rank in range(2)]
     assert lengths == [[1, 3, 8], [2, 7, 9]]
 
 
-def test_batches_that_do_not_fit_are_decoded_in_halves(folders, monkeypatch, tmp_path, capsys):
-    benchmark = load_example("benchmark")
-    decode = benchmark.decode_with_drafter
+def test_batches_that_do_not_fit_are_decoded_in_halves(benchmark, folders, monkeypatch, tmp_path, capsys):
+    backend = load_example("benchmarking.transformers_run")
+    decode = backend.decode_with_drafter
 
     def tight(target, drafter, rows, *args, **kwargs):
         if len(rows) > 2:
@@ -250,7 +253,7 @@ def test_batches_that_do_not_fit_are_decoded_in_halves(folders, monkeypatch, tmp
 
     options = ("--batch-size", "6", "--mix-sets", "--baselines", "target", "--temperatures", "0", "1")
     whole = benchmark.main(command(folders, tmp_path / "whole", *options))
-    monkeypatch.setattr(benchmark, "decode_with_drafter", tight)
+    monkeypatch.setattr(backend, "decode_with_drafter", tight)
     halves = benchmark.main(command(folders, tmp_path / "halves", *options))
     assert "dspine: 6 rows do not fit, 3 at a time" in capsys.readouterr().err
     assert lengths_of(tmp_path / "whole") == lengths_of(tmp_path / "halves")
@@ -274,9 +277,8 @@ def under_torchrun(arguments, processes=2):
 
 
 @pytest.mark.slow
-def test_processes_give_the_records_of_one(folders, tmp_path):
+def test_processes_give_the_records_of_one(benchmark, folders, tmp_path):
     """Two processes, cut and continued, one of them without work at times: every request once, and the same records."""
-    benchmark = load_example("benchmark")
     options = ("--batch-size", "4", "--mix-sets", "--temperatures", "0", "1", "--block-sizes", "0", "3")
     benchmark.main(command(folders, tmp_path / "one", *options))
     out = tmp_path / "two"
@@ -304,16 +306,14 @@ def test_processes_give_the_records_of_one(folders, tmp_path):
     assert all((out / f"results-{rank}.jsonl").is_file() for rank in range(2))
 
 
-def test_batches_are_of_one_set_unless_mixed():
-    benchmark = load_example("benchmark")
+def test_batches_are_of_one_set_unless_mixed(work):
     asked = [Prompt(name, i, [0] * (9 - i)) for i in range(3) for name in "ab"]
-    apart, mixed = benchmark.batches(asked, 2), benchmark.batches(asked, 4, mix_sets=True)
+    apart, mixed = work.batches(asked, 2), work.batches(asked, 4, mix_sets=True)
     assert [len(batch) for batch in apart] == [2, 2, 1, 1] and all(len({p.dataset for p in b}) == 1 for b in apart)
     assert [len(batch) for batch in mixed] == [4, 2] and {p.dataset for p in mixed[0]} == {"a", "b"}
 
 
-def test_benchmark_in_batches(folders, tmp_path):
-    benchmark = load_example("benchmark")
+def test_benchmark_in_batches(benchmark, folders, tmp_path):
     summary = benchmark.main(command(folders, tmp_path, "--batch-size", "2"))
     cells = {cell["method"]: cell for cell in summary["cells"]}
     assert cells["dspine"]["exactness"]["faults"] == 0 and cells["dspine"]["batch_size"] == 2
@@ -321,8 +321,7 @@ def test_benchmark_in_batches(folders, tmp_path):
     assert set(cells["dspine"]["speed_up"]) == {"target"}
 
 
-def test_benchmark_of_servers(folders, tmp_path, serve):
-    benchmark = load_example("benchmark")
+def test_benchmark_of_servers(benchmark, folders, tmp_path, serve):
     arguments = [
         *("--backend", "sglang", "--target", str(folders / "target"), "--bench-dir", str(folders / "bench")),
         *("--server", f"target={serve(drafts=False)[0]}", "--server", f"dspine={serve()[0]}", "--datasets", "gsm8k"),
@@ -344,7 +343,7 @@ def test_benchmark_of_servers(folders, tmp_path, serve):
         (["--batch-size", "0"], "must be at least 1"),
     ],
 )
-def test_benchmark_refuses_in_one_sentence(arguments, message, capsys):
+def test_benchmark_refuses_in_one_sentence(benchmark, arguments, message, capsys):
     with pytest.raises(SystemExit):
-        load_example("benchmark").parse_arguments(["--target", "t", "--out", "o", *arguments])
+        benchmark.parse_arguments(["--target", "t", "--out", "o", *arguments])
     assert message in capsys.readouterr().err

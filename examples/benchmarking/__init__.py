@@ -1,0 +1,1 @@
+"""The parts of `benchmark.py`, one module for each idea."""
