@@ -12,7 +12,7 @@ against the `kernels/` of another commit, and says which wins:
     git archive COMMIT kernels | tar x -C /tmp/rival
     python examples/benchmark_kernels.py --sweep --rival /tmp/rival/kernels --output /tmp/sweep.json
 
-A section that fails is recorded with its error, and the others go on.
+A section that fails is recorded with its error, and the others go on; `--output` is written after every section.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from kernel_benchmark.timing import START
 from kernel_benchmark.training import measure_training
 
 
-def parse_arguments():
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON file with all figures")
     parser.add_argument("--plot", type=Path, help="PNG file (needs matplotlib)")
@@ -51,7 +51,14 @@ def parse_arguments():
         "--rival", type=Path, help="with --sweep: folder `kernels` of another version, timed beside this one"
     )
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the script")
-    return parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{path.name}.tmp")
+    written.write_text(json.dumps(value, indent=1, default=dataclasses.asdict) + "\n")
+    written.replace(path)  # never half a file
 
 
 def run_section(report, name, function, *arguments):
@@ -66,15 +73,15 @@ def run_section(report, name, function, *arguments):
         report["section_s"][name] = time.perf_counter() - begin
 
 
-def main():
-    args = parse_arguments()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
     shape = make_shape(args.tiny)
     if args.first_calls:
         seconds = time_first_calls(shape)
-        args.output.write_text(json.dumps(seconds, indent=1) + "\n")
+        write_json(args.output, seconds)
         for name, value in seconds.items():
             print(f"{name}: {value:.2f} s", flush=True)
         return
@@ -84,16 +91,21 @@ def main():
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "shape": vars(shape),
+        "shape": dict(vars(shape)),
         "serving": {},
         "errors": {},
         "section_s": {},
     }
+
+    def section(name, function, *arguments):
+        run_section(report, name, function, *arguments)
+        write_json(args.output, report)
+
     if args.sweep:
-        run_section(report, "sweep", sweep, shape, args)
+        section("sweep", sweep, shape, args)
     else:
-        run_section(report, "first_calls", measure_first_calls, shape, args)
-        run_section(report, "ceilings", measure_ceilings, shape, args)
+        section("first_calls", measure_first_calls, shape, args)
+        section("ceilings", measure_ceilings, shape, args)
         drafter = Drafter(shape, normal(shape.V, shape.d))
 
         def compile_layer(report):
@@ -104,20 +116,19 @@ def main():
                 compiled(drafter.x, drafter.backbone.caches[0], *drafter.backbone.layers[0])
             drafter.backbone.run_layer = compiled
 
-        run_section(report, "compile_layer", compile_layer)
+        section("compile_layer", compile_layer)
         for N in args.batches:
-            run_section(report, f"serving_{N}", measure_serving, shape, args, drafter, N)
-            run_section(report, f"eager_{N}", measure_references, shape, args, drafter, N, False)
-        run_section(report, "training", measure_training, shape, args)
-        run_section(report, "rounds", measure_rounds, shape, args, drafter)
+            section(f"serving_{N}", measure_serving, shape, args, drafter, N)
+            section(f"eager_{N}", measure_references, shape, args, drafter, N, False)
+        section("training", measure_training, shape, args)
+        section("rounds", measure_rounds, shape, args, drafter)
         for N in args.batches:
             if N != 32:  # between sizes that are compared
-                run_section(report, f"compiled_{N}", measure_references, shape, args, drafter, N, True)
+                section(f"compiled_{N}", measure_references, shape, args, drafter, N, True)
     report["total_s"] = time.perf_counter() - START
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1, default=dataclasses.asdict) + "\n")
+    write_json(args.output, report)
     if args.plot and not args.sweep:
-        run_section(report, "plot", plot, args.plot)
+        section("plot", plot, args.plot)
     if not args.sweep:
         print_table(report)
 

@@ -30,8 +30,8 @@ class Backbone:
             for _ in range(layers)
         ]
         self.norm = normal(d, scale=0.1, mean=1.0)
-        position = torch.arange(shape.context, shape.context + shape.B, device="cuda")[:, None]
-        angle = position / 1e6 ** (torch.arange(0, hd, 2, device="cuda") / hd)
+        position = torch.arange(shape.context, shape.context + shape.B, device=head.device)[:, None]
+        angle = position / 1e6 ** (torch.arange(0, hd, 2, device=head.device) / hd)
         self.cos, self.sin = angle.cos().repeat(1, 2).bfloat16(), angle.sin().repeat(1, 2).bfloat16()
         self.run_layer = self.layer
 
@@ -82,8 +82,8 @@ class Drafter:
         self.x = normal(N, s.B, s.d, scale=1.0)
         self.anchor = reference.rms(normal(N, s.r, scale=1.0), EPS)
         # half of the rows greedy, half sampled
-        self.temperature = torch.tensor([0.0, 1.0], device="cuda").repeat(N)[:N].contiguous()
-        self.uniforms = torch.rand(N, s.B - 1, device="cuda")
+        self.temperature = torch.tensor([0.0, 1.0], device=self.x.device).repeat(N)[:N].contiguous()
+        self.uniforms = torch.rand(N, s.B - 1, device=self.x.device)
 
     def draft(self, inject=None):
         x, features = self.x, None

@@ -7,7 +7,7 @@ from kernel_benchmark.timing import interleaved_times
 
 
 def measure_ceilings(report, shape, args):
-    source = torch.empty(2**24 if args.tiny else 2**30, dtype=torch.bfloat16, device="cuda").normal_()
+    source = normal(2**24 if args.tiny else 2**30, scale=1.0)
     target = torch.empty_like(source)
     size = 1024 if args.tiny else 8192
     a, b = normal(size, size, scale=1.0), normal(size, size, scale=1.0)

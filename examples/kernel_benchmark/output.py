@@ -25,7 +25,7 @@ def print_table(report):
         ):
             print(f"  {name}: {us[name]:.1f}", end="")
         print("\n  " + ", ".join(f"{name} {value:.1f}" for name, value in us.items() if not name.startswith("draft")))
-        for name, floor in out["floors"].items():
+        for name, floor in out.get("floors", {}).items():
             print(
                 f"  {name:22s} {floor['us']:8.1f} us, {floor['times_floor']:5.1f}x floor ({floor['memory_floor_us']:.1f} memory,"
                 f" {floor['arithmetic_floor_us']:.1f} arithmetic), {floor['achieved_TB_per_s']:.2f} TB/s, {floor['achieved_TFLOP_per_s']:.0f} TFLOP/s"
@@ -40,7 +40,7 @@ def print_table(report):
             print(
                 f"  {name}: {floor['us']:.0f} us, memory floor {floor['memory_floor_us']:.0f}, arithmetic floor {floor['arithmetic_floor_us']:.0f}"
             )
-        print("  kernels:", {name[:48]: round(value) for name, value in training["kernels_us"].items()})
+        print("  kernels:", {name[:48]: round(value) for name, value in training.get("kernels_us", {}).items()})
     for N, out in report.get("rounds", {}).items():
         print(
             f"round at batch {N}: DFlash {out['us']['dflash']:.0f} us, DSpine {out['us']['dspine']:.0f} us: {out['extra']:+.2%} (goal +1.5 %)"

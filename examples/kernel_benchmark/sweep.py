@@ -142,7 +142,7 @@ def sweep(report, shape, args):
     }
     for N in args.batches:
         drafter.set_batch(N)
-        candidates = torch.randint(shape.V, (N, shape.B - 1, shape.K), device="cuda")
+        candidates = torch.randint(shape.V, (N, shape.B - 1, shape.K), device=drafter.x.device)
         features = reference.rms(normal(N, shape.B, shape.r, scale=1.0), EPS)
         arguments = drafter.cache_arguments(drafter.x, features, candidates)
         expected = reference.transition_cache(*arguments).float()
