@@ -92,12 +92,16 @@ class TargetPolicy:
     def scores(self, rows: TextRows, logits: torch.Tensor, draft_tokens: torch.Tensor, accepts) -> torch.Tensor:
         """Processed scores `[batch, slots, V]` in fp32. Slots behind a rejected one may be left unprocessed: nobody reads them.
 
-        Processors that look at the text before a slot are called slot by slot with the row's own tokens.
+        Processors that look at the text before a slot are called slot by slot with the row's own tokens. Without processors the scores
+        may be `logits` themselves, not to be written to; greedily on a GPU then in half precision too.
         """
         batch, slots, vocab = logits.shape
-        scores = logits.to(dtype=torch.float32, copy=True)
         if not self.logits_processor:
-            return scores
+            # greedily only the order counts, which a cast to fp32 leaves as it is, ties included; on a CPU the argmax of half
+            # precision takes longer than cast and argmax together
+            half = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16)
+            return logits if half and not self.do_sample else logits.to(torch.float32)
+        scores = logits.to(dtype=torch.float32, copy=True)
         if self.rowwise:
             flat = scores.view(batch * slots, vocab)
             return self.logits_processor(rows.tokens.new_zeros(batch * slots, 1), flat).view(batch, slots, vocab)
@@ -196,7 +200,7 @@ def commit(rows, policy, logits, draft_tokens, proposal, uniforms, block_size, s
     running = [not done for done in rows.host_finished]
     if keep_scores:
         for row, count in enumerate(committed):
-            rows.scores[row].extend(scores[row, :count])
+            rows.scores[row].extend(scores[row, :count].to(torch.float32, copy=True))
             rows.logits[row].extend(logits[row, :count].float())
     if streamer is not None:
         streamer.put(texts[:, : committed[0]].cpu())
