@@ -1,62 +1,87 @@
 """Results into a page that reads by itself.
 
 A report is a list of blocks (headings, paragraphs, tables, figures, folded details) that two short renderers write out. Every number
-comes from `summary.json` of a benchmark run or `metrics.json` of a training run; nothing is computed from anything else. This file
-decides what stands on the page; its parts are made in `report_words.py`, `report_figures.py` and `report_tables.py`.
+comes from `summary.json` of a benchmark run, `metrics.json` of a training run or `ablations.json`; nothing is computed from anything
+else. This file decides what stands on the page; its parts are made in `report_words.py`, `report_figures.py` and `report_tables.py`.
 """
 
 import json
 
-from .report_data import FEWEST_ROUNDS, Run, load_run, load_training
-from .report_figures import colours_of, figure_concurrency, figure_sets, figure_slots, figure_speed, figure_training
+from .report_data import FEWEST_ROUNDS, Goal, Run, load_ablations, load_run, load_training
+from .report_figures import (
+    figure_ablations,
+    figure_concurrency,
+    figure_sets,
+    figure_slots,
+    figure_speed,
+    figure_training,
+    styles_of,
+)
 from .report_render import Block, to_html, to_markdown, write
-from .report_tables import table_gains, table_lengths, table_speed, table_training
-from .report_words import conclusion, load_sentence, weakest
+from .report_tables import (
+    equalised,
+    evaluations,
+    table_ablations,
+    table_gains,
+    table_lengths,
+    table_loads,
+    table_methods,
+    table_set_gains,
+    table_speed,
+    table_training,
+)
+from .report_words import conclusion, gaps, where_it_loses
 
 
-def build(runs: list[Run], trainings: list[dict] | None = None, title: str | None = None) -> list[Block]:
+def build(
+    runs: list[Run],
+    trainings: list[dict] | None = None,
+    title: str | None = None,
+    ours: str | None = None,
+    goals: list[Goal] | None = None,
+    ablations: dict | None = None,
+) -> list[Block]:
     """All blocks of a report.
 
     Args:
         runs: the first one with drafters carries the conclusion and the comparison by set and slot; all give their speeds.
         trainings: `metrics.json` contents; the first one is what the others are compared with.
+        ours: the drafter that tables compare with all others, as called on the page; the longest accepted one by default.
+        goals: gains to reach; judged by the first run, at its lowest temperature.
+        ablations: `ablations.json` contents.
     """
-    trainings = trainings or []
-    # the best drafter comes first, wherever drafters are listed
-    methods = [cell["method"] for run in runs for cell in run.ranked()]
-    methods += [report["name"] for report in trainings]
-    colours = colours_of(methods)
-    blocks = []
-    main = next((run for run in runs if run.drafters() and not run.is_served), None) or next(
-        (run for run in runs if run.drafters()), None
-    )
+    trainings, goals, blocks = trainings or [], goals or [], []
+    methods = [cell["method"] for run in runs for cell in [*run.ranked(), *run.cells]]
+    styles = styles_of(methods + [report["name"] for report in trainings])
+    drafting = sorted((run for run in runs if run.drafters()), key=lambda run: run.is_served)
+    main = drafting[0] if drafting else None
     target = (main or runs[0]).summary["settings"].get("target", "the target") if runs else "the target"
-    blocks.append(Block("h1", title or f"Drafters for {target}"))
+    blocks.append(Block("h1", title or f"Which drafter for {target}?"))
     if main is not None:
-        if not main.summary.get("complete", True):
-            blocks.append(Block("lead", "**This run is not finished**; the numbers cover what was decoded so far."))
-        timed = next((run for run in runs if run.drafters() and not run.is_served and not run.is_crowded), None)
-        blocks += [Block("lead", sentence) for sentence in conclusion(main, timed)]
-        blocks += explanation(main)
-        blocks += accepted_lengths(main, colours)
+        # a server's clock says most about use
+        timed = next((run for run in reversed(drafting) if not run.is_crowded), None)
+        blocks += [Block("lead", sentence) for sentence in conclusion(main, timed, goals)]
+        if missing := gaps(main):
+            blocks.append(Block("lead", missing))
+        ours = ours if any(cell["method"] == ours for cell in main.drafters()) else main.ranked()[0]["method"]
+        blocks += explanation(main, trainings) + accepted_lengths(main, styles, ours, goals)
     for run in runs:
         if not run.is_crowded:
-            blocks += speeds(run, colours, len(runs) > 1)
+            blocks += speeds(run, styles, sum(not other.is_crowded for other in runs) > 1)
+    if ablations and len(ablations["rows"]) > 1:
+        blocks += changes(ablations)
     if trainings:
-        blocks += training(trainings, colours)
-    blocks += limits(runs)
-    return blocks
+        blocks += training(trainings, styles)
+    return blocks + limits(runs)
 
 
-def explanation(run: Run) -> list[Block]:
+def explanation(run: Run, trainings: list[dict]) -> list[Block]:
     settings, arguments = run.summary["settings"], run.summary.get("arguments", {})
     counts = sorted({part["requests"] for cell in run.drafters() for part in cell["sets"].values()})
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
-    thinking = {"off": "thinking off", "on": "thinking on"}.get(
-        settings.get("thinking"), "the template's own thinking mode"
-    )
-    device = run.summary["versions"].get("device", "an unnamed machine")
-    batch = settings.get("batch_size")
+    thinking = {"off": "thinking off", "on": "thinking on"}
+    batch, methods = settings.get("batch_size"), table_methods(run, trainings)
+    sizes = ", ".join(f"{size - 1} of {size}" for size in run.block_sizes if size)
     crowded = (
         " Several processes shared each device here, which changes neither texts nor accepted lengths but all times, so this run's are "
         "left out."
@@ -64,111 +89,151 @@ def explanation(run: Run) -> list[Block]:
         else ""
     )
     return [
-        Block("h2", "What was measured"),
+        Block("h2", "How to read this page"),
         Block(
             "p",
             "A large model, the *target*, normally writes one token per pass. In *speculative decoding* a small *drafter* proposes a block of "
             "tokens, and the target checks the whole block in one pass: it keeps the proposals up to the first one it would not have written, "
-            "and adds one token of its own. The text stays the target's; only the number of passes shrinks. **Accepted length** is the "
-            "number of tokens kept per pass, the target's own token included: 1 means that drafting was useless, the block size is the most. "
-            "**Speed-up** is measured by the clock, since drafting and checking cost time too.",
+            "and adds one token of its own. The text stays the target's; only the number of passes shrinks. **Accepted length**, or tokens per "
+            "pass, is the number of tokens kept per pass, the target's own token included: 1 means that drafting was useless, the block size is "
+            f"the most. A **block** is one known token and the positions after it, its **slots**, that the drafter fills{f' ({sizes})' if sizes else ''}. "
+            "**Speed** is measured by the clock, since drafting and checking cost time too.",
         ),
+        # a server does not say what its drafter is
+        *([Block("table", rows=methods)] if len(methods[0]) > 1 else []),
         Block(
             "p",
-            f"Target: {settings.get('target')}, {settings.get('dtype', 'the server dtype')}, on {device}"
+            f"**What was measured.** Target: {settings.get('target')}, {settings.get('dtype') or 'in the server dtype'}, on {run.device}"
             + (f", {batch} prompt{'s' if batch != 1 else ''} at a time" if batch else "")
-            + f". {each} prompts of each set, first turn only, the target's chat template with {thinking}, at most "
-            f"{settings.get('max_new_tokens')} new tokens. Temperature 0 is greedy; at temperature 1 the target samples, and drafts are accepted "
-            "by rejection sampling, which keeps its distribution. Intervals are 95 % bootstrap intervals over prompts "
-            f"({arguments.get('num_resamples', 1000):,} resamples): another choice of prompts would mostly have landed inside."
-            + crowded,
+            + f". {each} prompts of each set, first turn only, the target's chat template with "
+            f"{thinking.get(settings.get('thinking'), 'its own thinking mode')}, at most {settings.get('max_new_tokens')} new tokens. Temperature "
+            "0 is greedy: the target takes its likeliest token. At temperature 1 it samples, and drafts are accepted by rejection sampling, which "
+            f"keeps its distribution. Intervals are 95 % bootstrap intervals over prompts ({arguments.get('num_resamples', 1000):,} resamples): "
+            "another choice of prompts would mostly have landed inside." + crowded,
         ),
     ]
 
 
-def accepted_lengths(run: Run, colours) -> list[Block]:
+def accepted_lengths(run: Run, styles, ours: str, goals: list[Goal]) -> list[Block]:
     size = run.main_block_size
     blocks = [
         Block("h2", "Accepted length on every benchmark"),
         Block(
             "figure",
-            f"Tokens committed per pass with blocks of {size}: dots are sets, diamonds the mean over sets, whiskers 95 % intervals. Higher is better.",
+            f"Tokens per pass with blocks of {size}. Small markers are sets, large ones the mean of sets; whiskers are 95 % intervals. Higher is better.",
             name="accepted_length",
-            svg=figure_sets(run, colours),
+            drawing=figure_sets(run, styles),
         ),
     ]
     for temperature in run.temperatures:
         if run.drafters(temperature):
-            blocks.append(Block("p", f"Temperature {temperature:g}, tokens committed per pass:"))
+            blocks.append(
+                Block("p", f"Tokens per pass at temperature {temperature:g}; the best of each block size in bold:")
+            )
             blocks.append(Block("table", rows=table_lengths(run, temperature)))
-    gains = table_gains(run)
-    if len(gains) > 1:
-        blocks.append(
+    compared = table_gains(run, ours)
+    if len(compared) > 1:
+        blocks += [
+            Block("h2", f"Where {ours} wins and loses"),
             Block(
                 "p",
-                "The best drafter against every other, on the same prompts (intervals from resampling prompts in pairs):",
-            )
-        )
-        blocks.append(Block("table", rows=gains))
-    slots = figure_slots(run, colours)
+                "Gain in accepted length, the mean of sets, on the same prompts (95 % intervals from resampling prompts in pairs):",
+            ),
+            Block("table", rows=compared),
+        ]
+        for temperature in run.temperatures:
+            if len(rows := table_set_gains(run, ours, temperature)) > 1 and len(rows[0]) > 1:
+                words = f"The same by set, at temperature {temperature:g} with blocks of {size}; losses in bold:"
+                blocks += [Block("p", words), Block("table", rows=rows)]
+        blocks += [Block("p", sentence) for sentence in where_it_loses(run, ours, goals)]
+    slots = figure_slots(run, styles)
     if slots:
         blocks += [
-            Block("h2", "Where in the block drafts fail"),
+            Block("h2", "Where in the block proposals fail"),
             Block(
                 "figure",
-                "Share of drafts accepted at each slot, among the passes that accepted everything before it. A line that stays up to the right "
-                f"means that late slots know what the earlier ones say. Slots reached in fewer than {FEWEST_ROUNDS} passes are left out.",
+                "Share of proposals accepted at each slot, among the passes that accepted everything before it; bands are 95 % intervals. A line "
+                f"that stays up to the right means that late slots know what the earlier ones say. Slots reached in fewer than {FEWEST_ROUNDS} "
+                "passes are left out.",
                 name="slots",
-                svg=slots,
+                drawing=slots,
             ),
         ]
-        words = [text for text in (weakest(run, temperature) for temperature in run.temperatures) if text]
-        if words:
-            blocks.append(Block("p", " ".join(words)))
     return blocks
 
 
-def speeds(run: Run, colours, is_one_of_several: bool) -> list[Block]:
-    device = run.summary["versions"].get("device", "")
-    served = run.is_served
-    title = "Speed in the server" if served else f"Speed on {device}" if device else "Speed"
+def speeds(run: Run, styles, is_one_of_several: bool) -> list[Block]:
+    title = f"Speed in the server on {run.device}" if run.is_served else f"Speed on {run.device}"
     blocks = [Block("h2", title + (f" ({run.name})" if is_one_of_several else ""))]
-    if served:
-        figure = figure_concurrency(run, colours)
+    if run.is_served:
         caption = (
-            "Tokens per second of all requests together against the number of requests at a time. Higher is better."
+            "Tokens per second of all requests together, and as a multiple of the target alone, against the number of requests under way at "
+            "the same time. Higher is better."
         )
-        blocks.append(Block("figure", caption, name=f"concurrency_{run.name}", svg=figure))
-        if sentence := load_sentence(run):
-            blocks.append(Block("p", sentence))
+        figure = figure_concurrency(run, styles)
+        blocks.append(Block("figure", caption, name=f"concurrency_{run.name}", drawing=figure))
+        for temperature in run.temperatures:
+            words = f"Tokens per second at temperature {temperature:g}; in brackets the multiple of the target alone, the fastest in bold:"
+            blocks += [Block("p", words), Block("table", rows=table_loads(run, temperature))]
     else:
         caption = "Tokens per second, prefill included, all methods in the same process on the same prompts. Longer is better."
-        blocks.append(Block("figure", caption, name=f"speed_{run.name}", svg=figure_speed(run, colours)))
-    blocks.append(Block("table", rows=table_speed(run)))
+        blocks.append(Block("figure", caption, name=f"speed_{run.name}", drawing=figure_speed(run, styles)))
+        blocks.append(Block("table", rows=table_speed(run)))
     if any(cell["kind"] == "prompt_lookup" for cell in run.cells):
-        blocks.append(
-            Block(
-                "p",
-                "Prompt lookup is Transformers' own drafting without a model: it proposes what followed the last words earlier in the text. "
-                "Its first pass includes the prefill.",
-            )
+        words = (
+            "Prompt lookup is Transformers' own drafting without a model: it proposes what followed the last words earlier in the text. Its "
+            "first pass includes the prefill."
         )
+        blocks.append(Block("p", words))
     return blocks
 
 
-def training(trainings: list[dict], colours) -> list[Block]:
-    blocks = [
-        Block("h2", "Training" if len(trainings) == 1 else "Training and ablations"),
+def changes(ablations: dict) -> list[Block]:
+    """What single changes to the recipe do."""
+    rows = [row for row in ablations["rows"].values() if row.get("evaluation")]
+    name, title = next(iter(evaluations(rows).items()))
+    steps = rows[0].get("steps")
+    bars = [(row["what"], row["evaluation"][name]) for row in rows if name in row["evaluation"]]
+    return [
+        Block("h2", "What single changes to the recipe do"),
         Block(
             "figure",
-            "Left: cross-entropy of the slots' own predictions. Right: tokens per pass estimated on training batches, each block on its own; "
-            "the numbers above are real decoding.",
-            name="training",
-            svg=figure_training(trainings, colours),
+            f"Each bar is a drafter trained with one change to {rows[0]['what']}{f' ({steps:,} steps)' if steps else ''}: {title}, in brackets, and its "
+            "change. One run each: differences below about 1 % say nothing, and short training does not rank long training.",
+            name="ablations",
+            drawing=figure_ablations(bars),
         ),
+        Block("table", rows=table_ablations(ablations)),
+        Block(
+            "p",
+            "Words of the recipe: *injection* is reading the left neighbour in every layer; *refinement* is choosing each token with regard to "
+            "the one chosen before it, among the *K* likeliest. *Gamma* says how slowly the weight of later slots falls in training; D-PACE is "
+            "another rule for it. *Cross-entropy* teaches the tokens of stored answers, *KL* the target's whole distribution; the *base* "
+            "cross-entropy is that of the slots before refinement.",
+        ),
+    ]
+
+
+def training(trainings: list[dict], styles) -> list[Block]:
+    blocks = [Block("h2", "Training: what was equal and what was not" if len(trainings) > 1 else "Training")]
+    without = [report["name"] for report in trainings if not any("loss_base" in entry for entry in report["log"])]
+    note = f" {', '.join(without)}: by a loss of another kind, so not on the right." if without else ""
+    if len(trainings) > 1:
+        words = equalised(trainings)[0] + " Tokens are counted with prompts and padding. "
+        words += "“Not recorded” means that the run's file does not hold it. The loss of a drafter from another package is that package's own."
+        blocks.append(Block("p", words))
+    blocks += [
         Block("table", rows=table_training(trainings)),
         Block(
-            "p", "Accepted length here is walked on stored answers of the target, as decoding would go through them."
+            "p",
+            "Tokens per pass here are walked along stored answers of the target, as decoding would go through them.",
+        ),
+        Block(
+            "figure",
+            "Left: tokens per pass estimated on training batches, each block on its own, by each drafter's own measure; the numbers above are "
+            f"real decoding. Right: cross-entropy of the slots' own predictions, lower is better.{note}",
+            name="training",
+            drawing=figure_training(trainings, styles),
         ),
     ]
     return blocks
@@ -185,11 +250,21 @@ def limits(runs: list[Run]) -> list[Block]:
         ),
     ]
     for run in runs:
-        shown_parts = {k: run.summary.get(k) for k in ("settings", "arguments", "versions", "drafters", "seconds")}
-        blocks.append(
-            Block("details", json.dumps(shown_parts, indent=1, default=str), name=f"Configuration of {run.name}")
-        )
+        shown = {k: run.summary.get(k) for k in ("settings", "arguments", "versions", "drafters", "seconds")}
+        blocks.append(Block("details", json.dumps(shown, indent=1, default=str), name=f"Configuration of {run.name}"))
     return blocks
 
 
-__all__ = ["Block", "Run", "build", "conclusion", "load_run", "load_training", "to_html", "to_markdown", "write"]
+__all__ = [
+    "Block",
+    "Goal",
+    "Run",
+    "build",
+    "conclusion",
+    "load_ablations",
+    "load_run",
+    "load_training",
+    "to_html",
+    "to_markdown",
+    "write",
+]

@@ -1,11 +1,30 @@
-"""What a report is made of: summaries of benchmark runs and of training runs, read from their files, and what their parts are called."""
+"""What a report is made of: summaries of benchmark runs, of training runs and of ablations, read from their files and named for readers."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 
-NAMES = {"target": "target alone", "prompt_lookup": "prompt lookup"}
+# what methods of a run are called on the page, unless the caller says otherwise
+LABELS = {
+    "target": "target alone",
+    "prompt_lookup": "prompt lookup",
+    "dspine": "DSpine",
+    "small": "DSpine small",
+    "dflash": "DFlash",
+    "dflash2": "DFlash 2",
+    "dspark": "DSpark",
+    "domino": "Domino",
+}
+LINKED = "in every layer, each slot reads what its left neighbour predicts; each choice takes the token chosen before it into account"
+PARALLEL = "all slots in parallel; none knows what the others propose"
+# how drafters propose that were trained elsewhere or with parts switched off, by label
+WAYS = {
+    "DFlash": PARALLEL,
+    "DFlash 2": "as DFlash, with convolutions across slots and a head that scores pairs of neighbouring tokens",
+    "DSpark": "as DFlash, then each slot's scores are corrected by the token chosen before it",
+    "Domino": "as DFlash, then a small recurrent network reads the tokens chosen so far and corrects each slot's scores",
+}
 SET_NAMES = {
     "gsm8k": "GSM8K",
     "math500": "MATH-500",
@@ -17,6 +36,17 @@ SET_NAMES = {
 }
 # slots reached less often than this say nothing
 FEWEST_ROUNDS = 20
+# what two drafters must share to be compared
+PLACE = ("temperature", "block_size", "concurrency")
+
+
+@dataclass
+class Goal:
+    """A gain in accepted length that `ours` should reach over the best of `others`, e.g. 0.25."""
+
+    ours: str
+    others: tuple[str, ...]
+    share: float
 
 
 @dataclass
@@ -32,13 +62,36 @@ class Run:
 
     @property
     def is_served(self) -> bool:
-        return self.summary["settings"].get("backend") == "sglang"
+        return self.summary["settings"].get("backend", "transformers") != "transformers"
 
     @property
     def is_crowded(self) -> bool:
         """Whether processes shared devices: lengths and texts are as they would be alone, times are not."""
         versions = self.summary["versions"]
         return versions.get("processes", 1) > versions.get("devices", versions.get("processes", 1))
+
+    @property
+    def device(self) -> str:
+        return self.summary["versions"].get("device", "an unnamed machine")
+
+    @property
+    def temperatures(self) -> list[float]:
+        return sorted({cell["temperature"] for cell in self.cells})
+
+    @property
+    def block_sizes(self) -> list[int | None]:
+        return sorted({cell["block_size"] for cell in self.drafters()}, key=lambda size: -(size or 0))
+
+    @property
+    def main_block_size(self) -> int | None:
+        """The block size that the main comparison uses: the largest that most drafters have."""
+        sizes = [cell["block_size"] for cell in self.drafters()]
+        return max(sizes, key=lambda size: (sizes.count(size), size or 0), default=None)
+
+    @property
+    def lowest_temperature(self) -> float:
+        """The lowest one at which a drafter was measured."""
+        return min(cell["temperature"] for cell in self.drafters())
 
     def drafters(self, temperature: float | None = None, block_size: int | None = None) -> list[dict]:
         return [
@@ -50,58 +103,93 @@ class Run:
             and block_size in (None, cell["block_size"])
         ]
 
+    def gains(self, cell: dict) -> list[dict]:
+        """What a cell gains over all others in the same place, the nearest first."""
+        parts = [g for g in self.summary.get("gains", []) if all(g[n] == cell[n] for n in ("method", *PLACE))]
+        return sorted(parts, key=lambda part: part["accepted_length"])
+
     def ranked(self, temperature: float | None = None, block_size: int | None = None) -> list[dict]:
-        """The drafters' cells, the longest accepted first."""
+        """The drafters' cells at the lowest load, the longest accepted first.
+
+        In a run that was cut, drafters have different prompts: which of two is ahead is decided on those that both have.
+        """
         cells = self.drafters(temperature, block_size)
-        return sorted(cells, key=lambda cell: -cell["mean_of_sets"]["accepted_length"])
+        lowest = min((cell["concurrency"] or 0 for cell in cells), default=0)
+        cells = [cell for cell in cells if (cell["concurrency"] or 0) == lowest]
+        wins = {id(cell): sum(part["accepted_length"] > 0 for part in self.gains(cell)) for cell in cells}
+        return sorted(
+            cells, key=lambda c: (-(c["block_size"] or 0), -wins[id(c)], -c["mean_of_sets"]["accepted_length"])
+        )
 
-    @property
-    def temperatures(self) -> list[float]:
-        return sorted({cell["temperature"] for cell in self.cells})
-
-    @property
-    def main_block_size(self) -> int | None:
-        """The block size that the main comparison uses: the largest that most drafters have."""
-        sizes = [cell["block_size"] for cell in self.drafters()]
-        return max(sizes, key=lambda size: (sizes.count(size), size or 0), default=None)
+    def sets(self, cells: list[dict]) -> list[str]:
+        """Names of the cells' sets, in the order of the page."""
+        names = {name for cell in cells for name in cell["sets"]}
+        return [n for n in SET_NAMES if n in names] + sorted(names - set(SET_NAMES))
 
 
-def load_run(path: str | Path, name: str | None = None) -> Run:
-    """A results folder or its `summary.json`.
+def read_json(file: Path, key: str, source: str) -> dict:
+    """A JSON object that has `key`.
 
     Raises:
-        FileNotFoundError: there is no summary; the message says how to get one.
-        ValueError: the file is no summary of a benchmark run.
+        FileNotFoundError, ValueError: it is not there, or is something else; the message says what writes it.
     """
-    path = Path(path)
-    file = path / "summary.json" if path.is_dir() or not path.suffix else path
     if not file.is_file():
-        raise FileNotFoundError(
-            f"no {file.name} in {file.parent}: examples/benchmark.py writes it at the end of a run"
-        )
-    summary = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(summary, dict) or "cells" not in summary or "settings" not in summary:
-        raise ValueError(f"{file} is no summary of examples/benchmark.py: it has no cells")
+        raise FileNotFoundError(f"no {file.name} in {file.parent}: {source} writes it at the end of a run")
+    value = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(value, dict) or key not in value:
+        raise ValueError(f"{file} is not written by {source}: it has no {key}")
+    return value
+
+
+def load_run(path: str | Path, name: str | None = None, labels: dict[str, str] | None = None) -> Run:
+    """A results folder or its `summary.json`, with methods called as on the page.
+
+    Raises:
+        FileNotFoundError, ValueError: see [`read_json`].
+    """
+    labels, path = LABELS | (labels or {}), Path(path)
+    file = path / "summary.json" if path.is_dir() or not path.suffix else path
+    summary = read_json(file, "cells", "examples/benchmark.py")
+    for part in [*summary["cells"], *summary.get("gains", [])]:
+        for key in ("method", "over"):
+            if key in part:
+                drafter, *rest = part[key].partition(" in Transformers' loop")
+                part[key] = labels.get(drafter, drafter) + "".join(rest)
+    summary["drafters"] = {labels.get(k, k): v for k, v in (summary.get("drafters") or {}).items()}
     return Run(name or file.parent.resolve().name, summary)
 
 
-def load_training(path: str | Path) -> dict:
-    """`metrics.json` of a training run, or the folder it is in.
+def load_training(path: str | Path, labels: dict[str, str] | None = None) -> dict:
+    """`metrics.json` of a training run, or the folder it is in, with the drafter called as on the page.
 
     Raises:
-        FileNotFoundError, ValueError: it is not there, or is something else.
+        FileNotFoundError, ValueError: see [`read_json`].
     """
-    path = Path(path)
-    file = path / "metrics.json" if path.is_dir() else path
-    report = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(report, dict) or "log" not in report:
-        raise ValueError(f"{file} is no metrics.json of examples/train.py: it has no log")
-    return report
+    path, labels = Path(path), LABELS | (labels or {})
+    report = read_json(path / "metrics.json" if path.is_dir() else path, "log", "examples/train.py")
+    return report | {"name": labels.get(report["name"], report["name"])}
 
 
-def shown(method: str) -> str:
-    """A method's name for the reader."""
-    return NAMES.get(method, method)
+def load_ablations(path: str | Path) -> dict:
+    """`ablations.json` of `examples/ablations.py`.
+
+    Raises:
+        FileNotFoundError, ValueError: see [`read_json`].
+    """
+    return read_json(Path(path), "rows", "examples/ablations.py")
 
 
-__all__ = ["FEWEST_ROUNDS", "NAMES", "SET_NAMES", "Run", "load_run", "load_training", "shown"]
+__all__ = [
+    "FEWEST_ROUNDS",
+    "LABELS",
+    "LINKED",
+    "PARALLEL",
+    "PLACE",
+    "SET_NAMES",
+    "WAYS",
+    "Goal",
+    "Run",
+    "load_ablations",
+    "load_run",
+    "load_training",
+]

@@ -1,6 +1,12 @@
-"""Sentences of a report: which drafter to use and why, where it gains, and what load does to it. They follow from the numbers alone."""
+"""Sentences of a report: which drafter to use and why, whether goals are met, where it loses, what load does. They follow from the numbers."""
 
-from .report_data import FEWEST_ROUNDS, SET_NAMES, Run
+import math
+
+from .report_data import FEWEST_ROUNDS, SET_NAMES, Goal, Run
+
+
+# a difference in speed that is not worth a word
+CLOSE = 0.02
 
 
 def span(interval) -> str:
@@ -8,195 +14,327 @@ def span(interval) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{share:+.1%}".replace("%", " %")
+    return f"{round(share, 3) + 0.0:+.1%}".replace("%", " %").replace("-", "−")
 
 
 def with_interval(value: float, interval) -> str:
     return f"{value:.2f}" + (f" ({span(interval)})" if interval else "")
 
 
-def counterpart(cell: dict, timed: Run | None) -> dict | None:
-    """The cell of the same drafter, temperature and block size in another run, or the same drafter's first one there."""
-    cells = [] if timed is None else [c for c in timed.drafters() if c["method"] == cell["method"]]
-    names = ("temperature", "block_size")
-    return next((c for c in cells if all(c[n] == cell[n] for n in names)), cells[0] if cells else None)
+def gained(part: dict) -> str:
+    """A gain with its interval, e.g. `+8.1 % (+6.9 to +9.3)`."""
+    low, high = part.get("accepted_length_interval") or (None, None)
+    text = percent(part["accepted_length"])
+    return text + ("" if low is None else f" ({percent(low)} to {percent(high)})".replace(" %", ""))
 
 
-def gain_sentences(run: Run, cell: dict) -> list[str]:
-    """A drafter against all others at its temperature and block size, the nearest first; what cannot be told apart in a sentence of
-    its own."""
-    names = ("method", "temperature", "block_size", "concurrency")
-    gains = [g for g in run.summary.get("gains", []) if all(g[name] == cell[name] for name in names)]
+def listed(parts: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def ranges(numbers: list[int]) -> str:
+    """Numbers in words, neighbours together: `1 to 4, 6 and 9`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return listed(
+        [
+            f"{p[0]} to {p[-1]}" if len(p) > 2 else listed([str(n) for n in p]) if len(p) == 1 else f"{p[0]}, {p[1]}"
+            for p in parts
+        ]
+    )
+
+
+def is_unclear(part: dict | None) -> bool:
+    """Whether a gain's interval holds zero."""
+    interval = part and part.get("accepted_length_interval")
+    return bool(interval) and interval[0] <= 0 <= interval[1]
+
+
+def in_blocks(cell: dict) -> str:
+    return f"blocks of {cell['block_size']}" if cell["block_size"] else "blocks of the server's size"
+
+
+def fastest(run: Run, temperature: float) -> tuple[list[dict], dict[int | None, dict]]:
+    """The cells of the drafter and block size that are fastest on the geometric mean over loads, and the fastest cell of every load."""
+    cells = [cell for cell in run.drafters(temperature) if cell["tokens_per_second"]]
+    lines, winners = {}, {}
+    for cell in sorted(cells, key=lambda cell: cell["concurrency"] or 0):
+        lines.setdefault((cell["method"], cell["block_size"]), []).append(cell)
+        best = winners.setdefault(cell["concurrency"], cell)
+        winners[cell["concurrency"]] = max(best, cell, key=lambda c: c["tokens_per_second"])
+    whole = [line for line in lines.values() if len(line) == len(winners)] or list(lines.values())
+    speed = lambda line: sum(math.log(cell["tokens_per_second"]) for cell in line) / len(line)  # noqa: E731
+    return max(whole, key=speed, default=[]), winners
+
+
+def timing(timed: Run, longest: dict) -> tuple[str, str, list[str]]:
+    """What the clock says about the longest accepted drafter.
+
+    Returns:
+        the drafter to use for speed where it is another one, how the longest accepted one does, and sentences; "target" in place of the
+        first where nothing is faster than the target alone.
+    """
+    name, temperatures = longest["method"], sorted({cell["temperature"] for cell in timed.drafters()})
+    temperature = longest["temperature"] if longest["temperature"] in temperatures else temperatures[0]
+    line, winners = fastest(timed, temperature)
+    if not line:
+        return "", "", []
+    points, ratios = [], []
+    for load, cell in winners.items():
+        ratio = cell["speed_up"].get("target")
+        ratios += [ratio] if ratio else []
+        points.append(
+            (f"{load}: " if load else "")
+            + f"{cell['method']}, {in_blocks(cell)}"
+            + (f" ({ratio:.2f} times)" if ratio else "")
+        )
+    where = f"In the server on {timed.device}" if timed.is_served else f"Decoding with Transformers on {timed.device}"
+    loads = ", by requests at a time" if any(winners) else ""
+    against = " (in brackets: how many times as fast as the target alone)" if ratios else ""
+    sentences = [f"{where} at temperature {temperature:g}, the fastest drafter{against}{loads}: {'; '.join(points)}."]
+    behind = {}
+    for cell in timed.drafters(temperature):
+        if cell["method"] == name and cell["tokens_per_second"]:
+            gap = winners[cell["concurrency"]]["tokens_per_second"] / cell["tokens_per_second"] - 1
+            behind[cell["concurrency"]] = min(gap, behind.get(cell["concurrency"], gap))
+    worst, names = max(behind.values(), default=0), {cell["method"] for cell in winners.values()}
+    if not behind:
+        sentences.append(
+            f"{name} was not timed there; {listed(sorted({c['method'] for c in timed.drafters()}))} were."
+        )
+    elif worst > CLOSE:
+        sentences.append(
+            f"Where another drafter is faster, {name} is up to {100 * worst:.0f} % behind: it commits more tokens per pass, but its pass costs more."
+        )
+    lookup = max((cell["speed_up"].get("prompt_lookup", 0) for cell in line), default=0)
+    if lookup:
+        verdict = ", so that was faster" if lookup < 1 else ""
+        sentences.append(
+            f"Against Transformers' own prompt lookup, which needs no drafter, the factor is {lookup:.2f}{verdict}."
+        )
+    how = (
+        ""
+        if not behind
+        else "is the fastest" + (" at every load" if len(winners) > 1 else "")
+        if names == {name}
+        else "nothing measured is clearly faster"
+        if worst <= CLOSE
+        else "is the fastest over all loads together"
+    )
+    other = line[0]["method"] if behind and line[0]["method"] != name and worst > CLOSE else ""
+    return "target" if ratios and max(ratios) < 1 else other, how, sentences
+
+
+def against_others(run: Run, cell: dict) -> list[str]:
+    """A drafter against all others in its place, the nearest first; what cannot be told apart in a sentence of its own."""
     clear, unclear = [], []
-    for gained in sorted(gains, key=lambda g: g["accepted_length"]):
-        share, interval = gained["accepted_length"], gained.get("accepted_length_interval")
-        words = f"{abs(share):.1%} {'more' if share >= 0 else 'less'} than {gained['over']}".replace("%", " %")
-        words += f" ({percent(interval[0])} to {percent(interval[1])})" if interval else ""
-        (unclear if interval and interval[0] <= 0 <= interval[1] else clear).append(words)
+    for part in run.gains(cell):
+        share = f"{abs(part['accepted_length']):.1%}".replace("%", " %")
+        words = f"{share} {'more' if part['accepted_length'] >= 0 else 'less'} than {part['over']}"
+        (unclear if is_unclear(part) else clear).append(words)
     sentences = []
     if clear:
-        sentences.append(f"That is {', '.join(clear)}: 95 % intervals, on the same prompts.")
+        sentences.append(f"On the same prompts that is {listed(clear)}.")
     if unclear:
-        sentences.append(f"These few prompts cannot tell apart from no difference: {', '.join(unclear)}.")
+        sentences.append(f"These prompts cannot tell apart from no difference: {listed(unclear)}.")
     return sentences
 
 
-def conclusion(run: Run, timed: Run | None = None) -> list[str]:
+def conclusion(run: Run, timed: Run | None = None, goals: list[Goal] | None = None) -> list[str]:
     """Which drafter to use and why, as sentences; at T=0, or the lowest temperature measured.
 
     Args:
-        timed: the run whose clock counts where `run` had its processes share devices.
+        timed: the run whose clock counts; `run` itself where its processes had their devices for themselves.
     """
-    if not run.is_crowded:
-        timed = run
     if not run.drafters():
         return ["No drafter was measured in this run."]
-    temperature = run.drafters()[0]["temperature"] if 0.0 not in run.temperatures else 0.0
-    cells = run.drafters(temperature)
-    if not cells:
-        temperature = min(cell["temperature"] for cell in run.drafters())
-        cells = run.drafters(temperature)
-    lowest = min(cell["concurrency"] or 1 for cell in cells)
-    cells = [cell for cell in cells if (cell["concurrency"] or 1) == lowest]
-    longest = max(cells, key=lambda cell: cell["mean_of_sets"]["accepted_length"])
-    clocked = counterpart(longest, timed)
-    rivals = [] if clocked is None else timed.drafters(clocked["temperature"])
-    rivals = [cell for cell in rivals if (cell["concurrency"] or 1) == (clocked["concurrency"] or 1)]
-    fastest = max(rivals, key=lambda cell: cell["tokens_per_second"] or 0, default=None)
-    mean, sets = longest["mean_of_sets"], longest["mean_of_sets"]["sets"]
-    where = f"at temperature {temperature:g}"
-    over = "on the one set measured" if sets == 1 else f"averaged over {sets} benchmark sets"
-    block = f"in blocks of {longest['block_size']}" if longest["block_size"] else "per block"
+    timed = timed or (None if run.is_crowded else run)
+    temperature = run.lowest_temperature
+    firsts = [cells[0] for size in run.block_sizes if (cells := run.ranked(temperature, size))]
+    longest = max(firsts, key=lambda cell: cell["mean_of_sets"]["accepted_length"])
+    mean = longest["mean_of_sets"]
+    several = len({cell["method"] for cell in run.drafters(temperature)}) > 1
+    faster, how, clock = timing(timed, longest) if timed else ("", "", [])
+    sets = "the one set measured" if mean["sets"] == 1 else f"the mean of {mean['sets']} benchmark sets"
+    interval = mean.get("accepted_length_interval")
+    figures = (
+        f"proposing {in_blocks(longest)}, it lets the target commit **{mean['accepted_length']:.2f} tokens per pass** at temperature "
+        f"{temperature:g} ({sets}{f'; 95 % interval {span(interval)}' if interval else ''}); without a drafter it is one."
+    )
+    name = longest["method"]
     sentences = []
-    several = len({cell["method"] for cell in cells}) > 1
-    ratios = [cell["speed_up"]["target"] for cell in rivals if cell["speed_up"].get("target")]
-    if ratios and max(ratios) < 1:
+    if faster == "target":
         sentences.append(
             "**No drafter pays on this machine**: the target alone is faster, because a pass over a block costs it more than the tokens saved."
         )
-        opening = (
-            f"Of those measured, **{longest['method']}** drafts best:" if several else f"**{longest['method']}**:"
-        )
+        sentences.append(f"{'Of those measured, ' if several else ''}**{name}** drafts best: {figures}")
+    elif faster:
+        sentences.append(f"**Use {faster}**: it gives the most tokens per second. **{name}** drafts best: {figures}")
+    elif several:
+        why = "It drafts best" + (f" and {how}" if how else "")
+        sentences.append(f"**Use {name}.** {why}: {figures}")
     else:
-        opening = (
-            f"**Use {longest['method']}.** It drafts best:"
-            if several
-            else f"**{longest['method']}** was measured alone:"
+        sentences.append(f"**{name}** was measured alone: {figures}")
+    sentences += against_others(run, longest) + clock
+    if run.is_crowded and not clock:
+        sentences.append("Speed was not measured undisturbed: these are counts of passes, not times.")
+    for other in (t for t in run.temperatures if t > temperature and run.drafters(t)):
+        first = run.ranked(other, longest["block_size"])[0]
+        same = "again" if first["method"] == name else "then"
+        near = [part["over"] for part in run.gains(first) if is_unclear(part)]
+        length = first["mean_of_sets"]["accepted_length"]
+        sentences.append(
+            f"At temperature {other:g}, where the target samples, the best is {same} {first['method']} with {length:.2f} tokens per pass"
+            + (f", not to be told apart from {listed(near)}." if near else ".")
         )
-    sentences.append(
-        f"{opening} drafting {block} {where}, it lets the target commit **{mean['accepted_length']:.2f} tokens per pass** "
-        f"({over}; 95 % interval {span(mean.get('accepted_length_interval'))}), where the target alone commits one."
-    )
-    sentences += gain_sentences(run, longest)
-    speed_up = clocked and clocked["speed_up"].get("target")
-    if speed_up:
-        device = timed.summary["versions"].get("device", "this machine")
-        verdict = (
-            f"{speed_up:.2f} times as fast as" if speed_up >= 1 else f"slower than ({speed_up:.2f} times the speed of)"
+    judged = goal_results(run, goals or [])
+    for goal, part in judged:
+        met = part["accepted_length"] >= goal.share
+        sentences.append(
+            f"**The goal of {100 * goal.share:+g} % over {rivals(goal)} is {'met' if met else 'not met'}** (temperature {temperature:g}, {in_blocks(part)}): {goal.ours} is at {gained(part)}"
+            + ("." if len(goal.others) == 1 else f" over the best of them, {part['over']}.")
         )
-        sentences.append(f"Measured on {device}, decoding with it is {verdict} the target alone.")
-        lookup = clocked["speed_up"].get("prompt_lookup")
-        if lookup:
-            sentences.append(
-                f"Against Transformers' own prompt lookup, which needs no drafter, the factor is {lookup:.2f}{', so that was faster' if lookup < 1 else ''}."
-            )
-    if fastest is not clocked and fastest["tokens_per_second"] and clocked["tokens_per_second"]:
-        margin = fastest["tokens_per_second"] / clocked["tokens_per_second"] - 1
-        if margin > 0.02:
-            sentences.append(
-                f"The fastest drafter was {fastest['method']} in blocks of {fastest['block_size']}, ahead by {100 * margin:.0f} % in tokens per second"
-                + (
-                    ": where a pass over more slots costs noticeably more, shorter blocks win although fewer tokens are accepted."
-                    if (fastest["block_size"] or 0) < (clocked["block_size"] or 0)
-                    else "."
-                )
-            )
+    return sentences + [exactness(run)] * bool(exactness(run))
+
+
+def exactness(run: Run) -> str:
     exact = [cell["exactness"] for cell in run.cells if cell.get("exactness") and cell["kind"] == "drafter"]
-    if exact:
-        faults, compared = sum(e["faults"] for e in exact), sum(e["compared"] for e in exact)
-        equal = sum(e["equal"] for e in exact)
-        if faults:
-            sentences.append(
-                f"**Careful:** {faults} of {compared} greedy texts leave the target's own text at no near-tie; these numbers are not to be trusted "
-                "until that is explained."
+    if not exact:
+        return ""
+    faults, compared, equal = (sum(e[name] for e in exact) for name in ("faults", "compared", "equal"))
+    if faults:
+        return (
+            f"**Careful:** {faults:,} of {compared:,} greedy answers leave the target's own text where no two tokens were nearly tied; until that "
+            "is explained, do not rely on unchanged texts."
+        )
+    if equal == compared:
+        return f"The text does not change: all {compared:,} greedy answers compared are the target's own, token for token."
+    return (
+        f"The text does not change but for rounding: {equal:,} of {compared:,} greedy answers are the target's own token for token; the others part "
+        f"where two tokens are nearly tied (at most {max(e['largest_gap'] for e in exact):.2f} logits apart in fp32)."
+    )
+
+
+def rivals(goal: Goal) -> str:
+    return goal.others[0] if len(goal.others) == 1 else f"the best of {listed(list(goal.others))}"
+
+
+def goal_results(run: Run, goals: list[Goal]) -> list[tuple[Goal, dict]]:
+    """Every goal with the gain over its nearest rival, at the lowest temperature and the main block size."""
+    cells = {cell["method"]: cell for cell in run.ranked(run.lowest_temperature, run.main_block_size)}
+    parts = [
+        (goal, [g for g in run.gains(cells[goal.ours]) if g["over"] in goal.others])
+        for goal in goals
+        if goal.ours in cells
+    ]
+    return [(goal, gains[0]) for goal, gains in parts if gains]
+
+
+def set_gains(run: Run, ours: dict, other: dict) -> dict[str, float]:
+    """Relative gain in accepted length by set; empty if one of the two was measured on prompts that the other lacks."""
+    shared = next((part["requests"] for part in run.gains(ours) if part["over"] == other["method"]), None)
+    if {ours["requests"], other["requests"]} != {shared}:
+        return {}
+    return {
+        name: ours["sets"][name]["accepted_length"] / other["sets"][name]["accepted_length"] - 1
+        for name in run.sets([ours])
+        if all("accepted_length" in cell["sets"].get(name, {}) for cell in (ours, other))
+    }
+
+
+def by_slot(ours: dict, other: dict) -> str:
+    """Where in the block a drafter is behind and where ahead of another, of slots where the intervals do not overlap."""
+    names = ("slot_acceptance", "slot_reached", "slot_acceptance_interval")
+    columns = [zip(*(cell.get("all", {}).get(name, []) for name in names)) for cell in (ours, other)]
+    shares, behind, ahead = {}, [], []
+    for slot, ((a, n, mine), (b, m, theirs)) in enumerate(zip(*columns), 1):
+        if min(n, m) < FEWEST_ROUNDS or not mine or not theirs:
+            continue
+        shares[slot] = a - b
+        if mine[1] < theirs[0]:
+            behind.append(slot)
+        elif mine[0] > theirs[1]:
+            ahead.append(slot)
+    if not behind and not ahead:
+        return "By slot the two cannot be told apart." if shares else ""
+    worst = min(behind or ahead, key=shares.get)
+    words = f"By slot {ours['method']} is clearly " + (
+        f"behind at slot {ranges(behind)}" if behind else "behind nowhere"
+    )
+    words += f" and ahead at slot {ranges(ahead)}" if ahead else " and ahead nowhere"
+    points = f"{100 * shares[worst]:+.1f} points in acceptance".replace("-", "−")
+    return f"{words}; it is {'most behind' if behind else 'least ahead'} at slot {worst} ({points})."
+
+
+def where_it_loses(run: Run, ours: str, goals: list[Goal]) -> list[str]:
+    """By set and slot, against the nearest rival and the rivals of goals that are not met, at every temperature."""
+    judged = [(goal, part) for goal, part in goal_results(run, goals) if goal.ours == ours]
+    missed = {part["over"]: goal.share for goal, part in judged if part["accepted_length"] < goal.share}
+    sentences = []
+    for temperature in run.temperatures:
+        cells = {cell["method"]: cell for cell in run.ranked(temperature, run.main_block_size)}
+        cell = cells.pop(ours, None)
+        nearest = [] if cell is None else [part["over"] for part in run.gains(cell)][:1]
+        for name in dict.fromkeys(name for name in [*nearest, *missed] if nearest and name in cells):
+            shares = set_gains(run, cell, cells[name])
+            order = sorted(shares, key=shares.get)
+            if not order:
+                words = "not compared by set and slot, since each was measured on prompts that the other lacks."
+                sentences.append(f"**{ours} against {name} at temperature {temperature:g}:** {words}")
+                continue
+            said = {key: f"{SET_NAMES.get(key, key)} ({percent(shares[key])})" for key in order}
+            lost = [said[key] for key in order if shares[key] < 0]
+            words = (
+                f"it is behind on {listed(lost)}"
+                if lost
+                else f"it is behind on no set and gains least on {said[order[0]]}"
             )
-        elif equal == compared:
-            sentences.append(
-                f"The text does not change: all {compared} greedy answers compared are the target's own, token for token."
-            )
-        else:
-            sentences.append(
-                f"The text does not change: {equal} of {compared} greedy answers are the target's own token for token; the others part where two "
-                f"tokens are nearly tied (at most {max(e['largest_gap'] for e in exact):.2f} logits apart in fp32)."
-            )
+            goal = missed.get(name) if temperature == run.lowest_temperature else None
+            below = [key for key in order if goal is not None and shares[key] < goal]
+            if below:
+                which = "every set" if len(below) == len(order) else listed([SET_NAMES.get(key, key) for key in below])
+                words += f", below the goal of {100 * goal:+g} % on {which}"
+            words += f"; it gains most on {said[order[-1]]}. {by_slot(cell, cells[name])}"
+            sentences.append(f"**{ours} against {name} at temperature {temperature:g}:** {words}")
     return sentences
 
 
-def weakest(run: Run, temperature: float) -> str:
-    """Where the best drafter gains least on the second best: by set and by slot."""
-    size = run.main_block_size
-    cells = sorted(run.drafters(temperature, size), key=lambda cell: -cell["mean_of_sets"]["accepted_length"])
-    if len(cells) < 2 or cells[0]["method"] == cells[1]["method"]:
+def gaps(run: Run) -> str:
+    """What is missing of the run: drafters without a temperature or block size that others have, or with fewer prompts."""
+    cells = run.drafters()
+    places = {(t, size) for t in run.temperatures for size in run.block_sizes if run.drafters(t, size)}
+    most = {place: max(cell["requests"] for cell in run.drafters(*place)) for place in places}
+    words: dict[tuple, list[str]] = {}
+    for method in dict.fromkeys(cell["method"] for cell in cells):
+        for temperature, size in sorted(places, key=lambda place: (place[0], -(place[1] or 0))):
+            own = [c["requests"] for c in run.drafters(temperature, size) if c["method"] == method]
+            if not own or min(own) < most[temperature, size]:
+                why = f"{min(own)} of {most[temperature, size]} prompts" if own else "not measured"
+                where = f"temperature {temperature:g}" + (f" with blocks of {size}" if size else "")
+                words.setdefault((method, why), []).append(where)
+    if not words:
         return ""
-    first, second = cells[:2]
-    gains = {
-        name: part["accepted_length"] / second["sets"][name]["accepted_length"] - 1
-        for name, part in first["sets"].items()
-        if "accepted_length" in part and "accepted_length" in second["sets"].get(name, {})
-    }
-    if not gains:
-        return ""
-    most, least = max(gains, key=gains.get), min(gains, key=gains.get)
-    text = (
-        f"At temperature {temperature:g}, {first['method']} gains most over {second['method']} on {SET_NAMES.get(most, most)} "
-        f"({percent(gains[most])}) and least on {SET_NAMES.get(least, least)} ({percent(gains[least])})."
-    )
-    slots = [
-        (k + 1, a - b)
-        for k, (a, b, n, m) in enumerate(
-            zip(
-                first["all"].get("slot_acceptance", []),
-                second["all"].get("slot_acceptance", []),
-                first["all"].get("slot_reached", []),
-                second["all"].get("slot_reached", []),
-            )
-        )
-        if min(n, m) >= FEWEST_ROUNDS and a is not None and b is not None
-    ]
-    if len(slots) > 1:
-        best, worst = max(slots, key=lambda pair: pair[1]), min(slots, key=lambda pair: pair[1])
-        text += (
-            f" By slot, the difference in acceptance is largest at slot {best[0]} ({100 * best[1]:+.0f} points) and smallest at slot "
-            f"{worst[0]} ({100 * worst[1]:+.0f} points)."
-        )
-    return text
-
-
-def load_sentence(run: Run) -> str:
-    """How the longest-accepted drafter's speed-up changes with load, in a server; empty if no baseline was served."""
-    cells = [cell for cell in run.drafters(min(run.temperatures)) if cell["speed_up"].get("target")]
-    if not cells:
-        return ""
-    best = max(cells, key=lambda cell: cell["mean_of_sets"]["accepted_length"])
-    line = sorted(
-        (cell["concurrency"], cell["speed_up"]["target"])
-        for cell in cells
-        if cell["method"] == best["method"] and cell["block_size"] == best["block_size"]
-    )
-    points = ", ".join(f"{ratio:.2f} times at {load}" for load, ratio in line)
-    paying = [load for load, ratio in line if ratio > 1]
-    if len(paying) == len(line):
-        verdict = "Drafting pays at every load measured."
-    elif paying:
-        verdict = f"Drafting pays up to {max(paying)} requests at a time; beyond that the machine is busy without it."
-    else:
-        verdict = (
-            "Drafting does not pay in this server with this target: a pass with a draft costs more than it saves."
-        )
+    missing = "; ".join(f"{method} at {listed(where)} ({why})" for (method, why), where in words.items())
     return (
-        f"At temperature {min(run.temperatures):g}, the server with {best['method']} runs at the following multiples of the target alone, by "
-        f"requests at a time: {points}. {verdict}"
+        f"**Some measurements are missing**: {missing}. Comparisons use the prompts that both drafters have; single lengths of drafters "
+        "with other prompts are not comparable."
     )
 
 
-__all__ = ["conclusion", "counterpart", "load_sentence", "percent", "span", "weakest", "with_interval"]
+__all__ = [
+    "conclusion",
+    "gained",
+    "gaps",
+    "goal_results",
+    "listed",
+    "percent",
+    "rivals",
+    "set_gains",
+    "span",
+    "where_it_loses",
+    "with_interval",
+]
