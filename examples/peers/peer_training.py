@@ -266,7 +266,7 @@ def run(options, make_peer) -> int:
         "steps": log[-1]["step"] if log else 0,
         "seconds": time.monotonic() - started,
         "drafter_parameters": sum(value.numel() for value in peer.state().values()),
-        "arguments": {"training": arguments},
+        "arguments": {"training": arguments, "data": {"data": [Path(path).name for path in options.data]}},
         "drafter": config.to_diff_dict(),
         "peer": peer.about,
         "evaluation": {},
