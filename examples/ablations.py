@@ -26,16 +26,17 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 COSINE = ["--supervision", "cosine", "--supervision_weight", "0.5"]
-DFLASH = ["--injection", "false", "--refinement", "false"]
-# the drafts' cross-entropy gives way to the distance
-KL = ["--distance", "kl", "--refined_weight", "0"]
+UNREFINED = ["--refinement", "false", "--refinement_guidance", "0"]
+DFLASH = ["--injection", "false", *UNREFINED]
+# the drafts' cross-entropy in place of the distance to the target's distribution
+HARD = ["--distance", "none", "--refined_weight", "1"]
 ROWS = {
     "dspine": ("DSpine as in the recipe", []),
     "dflash": ("DFlash: no injection, no refinement", DFLASH),
-    "kl": ("KL to the target's distribution, no cross-entropy of drafts", KL),
-    "dflash-kl": ("DFlash, KL to the target's distribution", [*DFLASH, *KL]),
+    "no-kl": ("cross-entropy of drafts in place of KL to the target's distribution", HARD),
+    "dflash-no-kl": ("DFlash, cross-entropy of drafts", [*DFLASH, *HARD]),
     "refinement-only": ("no injection", ["--injection", "false"]),
-    "injection-only": ("no refinement", ["--refinement", "false"]),
+    "injection-only": ("no refinement", UNREFINED),
     "frozen-space": ("transfer space frozen", ["--transfer_learned", "false"]),
     "cosine": ("cosine supervision, stop-gradient on a learned table", COSINE),
     "cosine-frozen": ("cosine supervision, frozen space", [*COSINE, "--transfer_learned", "false"]),
@@ -47,7 +48,7 @@ ROWS = {
     "rank-256": ("r = 256", ["--transfer_rank", "256"]),
     "soft-tokens": ("soft-token features", ["--soft_token_features", "true"]),
     "base-weight": ("weight of the base cross-entropy 0.2", ["--base_weight", "0.2"]),
-    "gamma": ("weights of slots decay with gamma 4.5", ["--decay_gamma", "4.5"]),
+    "gamma": ("weights of slots decay with gamma 7", ["--decay_gamma", "7"]),
     "dpace": ("D-PACE weights of slots", ["--slot_weighting", "dpace"]),
     "target-layers": ("starts from the target's last layers", ["--init_from_target_layers", "-1"]),
 }
