@@ -230,8 +230,8 @@ def training(trainings: list[dict], styles) -> list[Block]:
         ),
         Block(
             "figure",
-            "Left: tokens per pass estimated on training batches, each block on its own, by each drafter's own measure; the numbers above are "
-            f"real decoding. Right: cross-entropy of the slots' own predictions, lower is better.{note}",
+            "Left: tokens per pass estimated on training batches, each block on its own, by each drafter's own measure; the table's numbers "
+            f"are of whole answers. Right: cross-entropy of the slots' own predictions, lower is better.{note}",
             name="training",
             drawing=figure_training(trainings, styles),
         ),
