@@ -93,14 +93,11 @@ class TargetPolicy:
         """Processed scores `[batch, slots, V]` in fp32. Slots behind a rejected one may be left unprocessed: nobody reads them.
 
         Processors that look at the text before a slot are called slot by slot with the row's own tokens. Without processors the scores
-        may be `logits` themselves, not to be written to; greedily on a GPU then in half precision too.
+        may be `logits` themselves, not to be written to.
         """
         batch, slots, vocab = logits.shape
         if not self.logits_processor:
-            # greedily only the order counts, which a cast to fp32 leaves as it is, ties included; on a CPU the argmax of half
-            # precision takes longer than cast and argmax together
-            half = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16)
-            return logits if half and not self.do_sample else logits.to(torch.float32)
+            return logits.to(torch.float32)
         scores = logits.to(dtype=torch.float32, copy=True)
         if self.rowwise:
             flat = scores.view(batch * slots, vocab)
