@@ -270,6 +270,38 @@ def test_their_drafts_are_verified_like_ours(their_drafter):
     assert all(len(d.output_ids) == 24 and max(d.accepted_lengths) <= 4 for d in sampled)
 
 
+def test_fused_losses_run_outside_of_graphs(monkeypatch):
+    pytest.importorskip("triton", reason="their fused losses are Triton kernels")
+    speculators_peers = load_peer("speculators_peers")
+    try:
+        speculators_peers.load_speculators()
+    except ImportError as error:
+        pytest.skip(str(error))
+    from speculators.losses import fused
+    from speculators.losses.utils import kl_div_loss, tv_loss
+
+    traced = []
+
+    class Loss:  # in place of the kernels
+        @staticmethod
+        def apply(logits, targets, op):
+            traced.append(torch.compiler.is_compiling())
+            return (logits - targets).square().sum(-1)
+
+    monkeypatch.setattr(fused, "_FusedLoss", Loss)
+
+    @torch.compile(backend="eager")
+    def both(logits, targets):
+        return kl_div_loss(2 * logits, targets).sum() + tv_loss(2 * logits, targets).sum()
+
+    logits, targets = torch.randn(1, 3, 5, requires_grad=True), torch.randn(1, 3, 5)
+    speculators_peers.keep_losses_out_of_graphs()
+    speculators_peers.keep_losses_out_of_graphs()
+    both(logits, targets).backward()
+    assert traced == [False, False]
+    assert torch.allclose(logits.grad, 8 * (2 * logits.detach() - targets))
+
+
 def test_unknown_peers_are_named(tmp_path):
     drafters = load_peer("peer_drafters")
     with pytest.raises(ValueError, match="kind of a peer must be one of .*'domino'.*, got 'other'"):

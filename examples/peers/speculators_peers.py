@@ -95,6 +95,21 @@ def load_speculators():
     return speculators
 
 
+def keep_losses_out_of_graphs() -> None:
+    """Lets `torch.compile` break its graph at their fused losses, which are Triton kernels already.
+
+    Traced, the second loss of a graph fails in torch 2.11 ("already tracked for mutation": the list of the kernel's tile sizes), and
+    with it DSpark and DFlash 2, which call two.
+    """
+    try:
+        from speculators.losses import fused
+    except ImportError:
+        return  # without Triton their eager losses are used
+    for name, loss in list(vars(fused).items()):
+        if name.startswith("fused_") and not getattr(loss, "_torchdynamo_disable", False):
+            setattr(fused, name, torch.compiler.disable(loss))
+
+
 # ---- their model ----------------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +193,8 @@ class SpeculatorsPeer(Peer):
         self.forward = model
 
     def use(self, attempt: str) -> None:
+        if attempt == "compiled":
+            keep_losses_out_of_graphs()
         forward = type(self.module).forward
         eager = getattr(forward, "_torchdynamo_orig_callable", forward)
         self.forward = self.module if attempt == "compiled" else eager.__get__(self.module)
