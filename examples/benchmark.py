@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from benchmarking.inputs import THINKING, read_prompts
 from benchmarking.server_run import ServerRun
-from benchmarking.summary import summed_up, versions
+from benchmarking.summary import arguments_of, summed_up, versions
 from benchmarking.transformers_run import TransformersRun
 from benchmarking.work import agreed
 
@@ -117,19 +117,23 @@ def main(argv: list[str] | None = None) -> dict:
     run = TransformersRun(args) if args.backend == "transformers" else ServerRun(args)
     prompts = read_prompts(args, run.tokenizer)
     store = ResultStore(args.out, run.settings(), args.rank)
-    about = {"settings": run.settings(), "versions": versions(args), "drafters": run.described()}
-    if args.rank == 0:
-        file = store.folder / "run.json"
+    file = store.folder / "run.json"
+    earlier = json.loads(file.read_text(encoding="utf-8")) if args.rank == 0 and file.is_file() else {}
+    about = {
+        "settings": run.settings(),
+        "arguments": arguments_of(args),
+        "versions": versions(args, earlier),
         # drafters measured in an earlier run of the same folder are still part of it
-        earlier = json.loads(file.read_text(encoding="utf-8")).get("drafters", {}) if file.is_file() else {}
-        about["drafters"] = earlier | about["drafters"]
+        "drafters": earlier.get("drafters", {}) | run.described(),
+    }
+    if args.rank == 0:
         write_json(file, about)
     deadline = float("inf") if args.time_limit is None else started + args.time_limit
     finished = agreed(run.run(store, prompts, deadline), args.world)
     store.close()
     summary = {}
     if args.rank == 0:
-        about["versions"] = versions(args)  # which implementations ran is known only now
+        about["versions"] = versions(args, earlier)  # which implementations ran is known only now
         write_json(file, about)
         summary = summed_up(args, store, about, finished, time.monotonic() - started)
     if args.world > 1:

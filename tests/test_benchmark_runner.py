@@ -148,6 +148,8 @@ def test_benchmark_runs_and_resumes(benchmark, folders, tmp_path, capsys):
     lines = (tmp_path / "results-0.jsonl").read_text().splitlines()
     again = benchmark.main(command(folders, tmp_path, *options))
     assert (tmp_path / "results-0.jsonl").read_text().splitlines() == lines and again["cells"] == summary["cells"]
+    used = summary["versions"]["implementations"]
+    assert used["transition_cache"] and again["versions"]["implementations"] == used
     assert "dspine" in capsys.readouterr().out
     kept = json.loads((tmp_path / "summary.json").read_text())
     assert str(folders) not in json.dumps(kept), "machine paths in the summary"
@@ -161,6 +163,8 @@ def test_summary_of_what_a_killed_run_left(benchmark, folders, tmp_path):
     (tmp_path / "summary.json").unlink()
     summary = benchmark.main(command(folders, tmp_path, "--summary-only"))
     assert summary["cells"] == whole["cells"] and summary["drafters"].keys() == whole["drafters"].keys()
+    # what was asked for and which implementations ran, not what the process that sums up was given
+    assert summary["arguments"] == whole["arguments"] and summary["versions"] == whole["versions"]
     assert not summary["complete"] and (tmp_path / "summary.json").is_file()
     with pytest.raises(FileNotFoundError, match=r"--summary-only needs a run's folder"):
         benchmark.main(command(folders, tmp_path / "nowhere", "--summary-only"))

@@ -11,7 +11,9 @@ from dspine.integrations.evaluation.results import write_json
 from dspine.modeling_dspine import implementation_report
 
 
-def versions(args) -> dict:
+def versions(args, earlier: dict | None = None) -> dict:
+    """What a run runs with. Which implementations it uses is known after the first call of each; until then an `earlier` run of the
+    same folder tells."""
     result = {
         "dspine": dspine.modeling_dspine.__version__,
         "python": platform.python_version(),
@@ -25,7 +27,9 @@ def versions(args) -> dict:
         "devices": min(args.world, torch.cuda.device_count()) if args.device.startswith("cuda") else 1,
     }
     if args.backend == "transformers":
-        result["implementations"] = {name: part["active"] for name, part in implementation_report().items()}
+        before = (earlier or {}).get("versions", {}).get("implementations", {})
+        report = implementation_report().items()
+        result["implementations"] = {name: part["active"] or before.get(name) for name, part in report}
     return result
 
 
@@ -46,13 +50,17 @@ def print_table(summary: dict) -> None:
         )
 
 
-def summed_up(args, store: ResultStore, about: dict, finished: bool, seconds: float | None) -> dict:
-    """Writes and shows the summary of everything in the folder; `about` holds settings, versions and drafters."""
+def arguments_of(args) -> dict:
+    """What a run was asked for, without places on this machine."""
     paths = ("rank", "world", "target", "drafter", "bench_dir", "prompts", "out")
+    return {k: v for k, v in vars(args).items() if k not in paths}
+
+
+def summed_up(args, store: ResultStore, about: dict, finished: bool, seconds: float | None) -> dict:
+    """Writes and shows the summary of everything in the folder; `about` holds settings, arguments, versions and drafters."""
     summary = {
         "complete": finished,
         **about,
-        "arguments": {k: v for k, v in vars(args).items() if k not in paths},
         "seconds": seconds,
         **summarise_records(store.records(), args.num_resamples),
     }

@@ -1,6 +1,7 @@
 """The backend in this process: the target alone, prompt lookup, and drafters, in `dspine`'s loop and in Transformers' own."""
 
 import importlib
+import json
 import sys
 import time
 from collections import defaultdict
@@ -31,9 +32,16 @@ from dspine.modeling_dspine import DSpineModel
 PEERS = Path(__file__).resolve().parents[1] / "peers"
 
 
+def peer_of(folder: str) -> dict:
+    """`kind` and `package` of a peer trained by a script in `peers/`, empty for drafters that `dspine` itself reads."""
+    file = Path(folder) / "peer.json"
+    about = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {name: about[name] for name in ("kind", "package") if name in about}
+
+
 def load(folder: str, dtype: torch.dtype) -> DSpineModel:
     """A DSpine drafter, a DFlash checkpoint, or a peer trained by a script in `peers/`."""
-    if (Path(folder) / "peer.json").is_file():
+    if peer_of(folder):
         if str(PEERS) not in sys.path:
             sys.path.append(str(PEERS))
         return importlib.import_module("peer_drafters").load_peer(folder, dtype)
@@ -62,7 +70,7 @@ class TransformersRun:
             drafter = load(folder, dtype).to(args.device).eval()
             drafter.bind_target(self.target, self.tokenizer)
             trained, trained_for = drafter.config.block_size, drafter.config.target_name_or_path
-            self.drafters[name] = {
+            self.drafters[name] = peer_of(folder) | {
                 "fingerprint": fingerprint(folder),
                 "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
                 "block_size_of_training": trained,

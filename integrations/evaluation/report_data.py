@@ -18,12 +18,12 @@ LABELS = {
 }
 LINKED = "in every layer, each slot reads what its left neighbour predicts; each choice takes the token chosen before it into account"
 PARALLEL = "all slots in parallel; none knows what the others propose"
-# how drafters propose that were trained elsewhere or with parts switched off, by label
+# how drafters propose that were trained elsewhere or with parts switched off: by the kind of a peer, else by the name in the run
 WAYS = {
-    "DFlash": PARALLEL,
-    "DFlash 2": "as DFlash, with convolutions across slots and a head that scores pairs of neighbouring tokens",
-    "DSpark": "as DFlash, then each slot's scores are corrected by the token chosen before it",
-    "Domino": "as DFlash, then a small recurrent network reads the tokens chosen so far and corrects each slot's scores",
+    "dflash": PARALLEL,
+    "dflash2": "as DFlash, with convolutions across slots and a head that scores pairs of neighbouring tokens",
+    "dspark": "as DFlash, then each slot's scores are corrected by the token chosen before it",
+    "domino": "as DFlash, then a small recurrent network reads the tokens chosen so far and corrects each slot's scores",
 }
 SET_NAMES = {
     "gsm8k": "GSM8K",
@@ -155,7 +155,9 @@ def load_run(path: str | Path, name: str | None = None, labels: dict[str, str] |
             if key in part:
                 drafter, *rest = part[key].partition(" in Transformers' loop")
                 part[key] = labels.get(drafter, drafter) + "".join(rest)
-    summary["drafters"] = {labels.get(k, k): v for k, v in (summary.get("drafters") or {}).items()}
+    # what a drafter is does not depend on what the page calls it
+    drafters = (summary.get("drafters") or {}).items()
+    summary["drafters"] = {labels.get(k, k): {"kind": k} | v for k, v in drafters}
     return Run(name or file.parent.resolve().name, summary)
 
 

@@ -70,14 +70,18 @@ def _drawn(figure) -> Drawing:
 
 
 def _legend(figure, axes) -> None:
-    """One legend above the panels, where it hides nothing."""
+    """One legend above the panels, where it hides nothing, in as many rows as names need."""
     entries = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             entries.setdefault(label, handle)
-    figure.legend(
-        entries.values(), entries.keys(), loc="outside upper center", ncols=min(len(entries), 7), frameon=False
-    )
+    for columns in range(min(len(entries), 7), 0, -1):
+        legend = figure.legend(
+            entries.values(), entries.keys(), loc="outside upper center", ncols=columns, frameon=False
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
 
 
 def styles_of(methods) -> dict[str, dict]:

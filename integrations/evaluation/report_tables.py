@@ -16,11 +16,13 @@ def table_methods(run: Run, trainings: list[dict]) -> list[list[str]]:
         about = run.summary["drafters"].get(name, {})
         config = about.get("config", {})
         linked = config.get("injection") or config.get("refinement")
-        way = LINKED if linked else WAYS.get(name, PARALLEL if config else "")
+        way = LINKED if linked else WAYS.get(about.get("kind"), PARALLEL if config else "")
         if linked and any(row[1] == LINKED for row in rows):
             way = f"as {next(row[0] for row in rows if row[1] == LINKED)}"
         size = f"{about['parameters'] / 1e6:.1f} M" if about.get("parameters") else ""
-        rows.append([name, way, str(config.get("num_hidden_layers", "")), size, packages.get(name, "")])
+        rows.append(
+            [name, way, str(config.get("num_hidden_layers", "")), size, packages.get(name, about.get("package", ""))]
+        )
     return without_blank_columns(rows)
 
 

@@ -206,16 +206,18 @@ def exactness(run: Run) -> str:
     if not exact:
         return ""
     faults, compared, equal = (sum(e[name] for e in exact) for name in ("faults", "compared", "equal"))
+    widest = max(e["largest_gap"] for e in exact)
     if faults:
         return (
-            f"**Careful:** {faults:,} of {compared:,} greedy answers leave the target's own text where no two tokens were nearly tied; until that "
-            "is explained, do not rely on unchanged texts."
+            f"**Careful:** {faults:,} of {compared:,} greedy answers leave the target's own text where no two tokens were nearly tied (up to "
+            f"{widest:.2f} logits apart in fp32). A target in low precision can round that far, a faulty drafter or loop would look the same: "
+            "decode these prompts in float32, where texts must agree."
         )
     if equal == compared:
         return f"The text does not change: all {compared:,} greedy answers compared are the target's own, token for token."
     return (
         f"The text does not change but for rounding: {equal:,} of {compared:,} greedy answers are the target's own token for token; the others part "
-        f"where two tokens are nearly tied (at most {max(e['largest_gap'] for e in exact):.2f} logits apart in fp32)."
+        f"where two tokens are nearly tied (at most {widest:.2f} logits apart in fp32)."
     )
 
 
