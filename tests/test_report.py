@@ -93,7 +93,10 @@ def test_report_page_is_whole(tmp_path):
     assert command.main(arguments) == 0
     page = (tmp_path / "page" / "report.html").read_text()
     assert "<strong>Use DSpine.</strong>" in page and page.count("<svg") == 6
-    assert "The goal of +90 % over plain DFlash is not met" in page and "below the goal of +90 % on every set" in page
+    assert (
+        "The goal for DSpine, +90 % over plain DFlash, is not met" in page
+        and "below the goal of +90 % on every set" in page
+    )
     assert "#1b1c1e" not in page.partition("</style>")[2], "text of figures must take the page's colour"
     images = list((tmp_path / "page" / "figures").glob("*.png"))
     assert len(images) == 6 and all(path.stat().st_size <= 60_000 for path in images)
@@ -111,18 +114,18 @@ def test_report_page_is_whole(tmp_path):
 
 def test_conclusion_follows_the_numbers():
     words = " ".join(report.conclusion(report.Run("x", made_up_summary())))
-    assert "Use dspine" in words and "more than dflash" in words and "token for token" in words
+    assert "Use dspine" in words and " over dflash; in brackets" in words and "token for token" in words
     words = " ".join(report.conclusion(report.Run("x", made_up_summary(gain=-1))))
     assert "Use dflash" in words
     words = " ".join(report.conclusion(report.Run("x", made_up_summary(gain=0))))
-    assert "cannot tell apart" in words
+    assert "Within what other prompts could have changed: the difference to" in words
     summary = made_up_summary()
     for cell in summary["cells"]:
         cell["speed_up"] = {"target": 0.8}
         if cell["kind"] == "drafter":
             cell["exactness"] = {"compared": 5, "equal": 3, "faults": 2, "largest_gap": 3.0}
     words = " ".join(report.conclusion(report.Run("x", summary)))
-    assert "No drafter pays" in words and "**Careful:** 8 of 20" in words
+    assert "No drafter pays" in words and "**Careful:** 8 of 20 greedy answers (4 of dflash and 4 of dspine)" in words
 
 
 @needs_matplotlib
@@ -139,7 +142,21 @@ def test_times_of_a_crowded_run_are_left_out():
     assert titles == ["Speed on a test"]
     assert any("Several processes shared each device" in block.text for block in blocks)
     words = " ".join(report.conclusion(report.Run("lengths", crowded)))
-    assert "Use dspine" in words and "the fastest drafter" not in words and "not times" in words
+    assert "Use dspine" in words and "the fastest drafter" not in words and "no usable measurement of speed" in words
+    # speeds that are not there have no limits, and training is compared where it differed
+    blocks = report.build([report.Run("lengths", crowded)])
+    assert not any("Speeds hold" in block.text for block in blocks)
+
+
+def test_unequal_training_is_said():
+    longer, shorter = made_up_training("dspine"), made_up_training("dflash")
+    for part in (longer, shorter):
+        part["arguments"]["training"] = {"tokens_per_batch": 1_000_000}
+    run = report.Run("x", made_up_summary())
+    assert "Not trained alike" not in " ".join(report.conclusion(run, trainings=[longer, shorter]))
+    longer["steps"] *= 2
+    words = " ".join(report.conclusion(run, trainings=[longer, shorter]))
+    assert "**Not trained alike:** dspine saw 16 M tokens in training, the others 8 M" in words
 
 
 @needs_matplotlib
@@ -178,7 +195,7 @@ def test_training_says_what_was_equal():
     peer |= {"peer": {"kind": "domino", "rank": 8, "package": "specforge 0.2.0"}, "drafter_parameters": 30_000_000}
     blocks = report.build([], [ours, peer])
     words = " ".join(block.text for block in blocks)
-    assert "Equal for all 2 runs: steps 8, tokens per step 1,000" in words and "learning rate 0.001" in words
+    assert "Equal settings of all 2 runs: steps 8, tokens per step 1,000" in words and "learning rate 0.001" in words
     assert "Data files: train.parquet; those of Domino are not on record." in words
     (table,) = [block.rows for block in blocks if block.kind == "table"]
     assert "parameters" in table[0] and "model and loss of specforge 0.2.0" in table[2]

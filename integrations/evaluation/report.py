@@ -6,6 +6,7 @@ else. This file decides what stands on the page; its parts are made in `report_w
 """
 
 import json
+import re
 
 from .report_data import FEWEST_ROUNDS, Goal, Run, load_ablations, load_run, load_training
 from .report_figures import (
@@ -31,6 +32,21 @@ from .report_tables import (
     table_training,
 )
 from .report_words import conclusion, gaps, where_it_loses
+
+
+# words of `examples/ablations.py` that a reader may not know
+RECIPE_WORDS = {
+    "injection": "*injection* is reading the left neighbour in every layer",
+    "refinement": "*refinement* is choosing each token with regard to the one chosen before it, among the *K* likeliest",
+    "guidance": "*guidance* overstates in greedy drafts what the chosen neighbour changes",
+    "supervision": "*supervision* teaches every layer, not only the last, where the right token lies",
+    "space": "the *space* is a low-rank image of the target's output embeddings in which slots tell each other what they predict",
+    "soft-token": "with *soft-token* features slots pass on the average token they predict",
+    "gamma": "*gamma* says how slowly the weight of later slots falls in training",
+    "D-PACE": "*D-PACE* weighs slots by how far the drafter gets",
+    "KL": "*KL* teaches the target's whole distribution, *cross-entropy* the tokens of stored answers",
+    "base": "the *base* cross-entropy is that of the slots before refinement",
+}
 
 
 def build(
@@ -60,7 +76,7 @@ def build(
     if main is not None:
         # a server's clock says most about use
         timed = next((run for run in reversed(drafting) if not run.is_crowded), None)
-        blocks += [Block("lead", sentence) for sentence in conclusion(main, timed, goals)]
+        blocks += [Block("lead", sentence) for sentence in conclusion(main, timed, goals, trainings)]
         if missing := gaps(main):
             blocks.append(Block("lead", missing))
         ours = ours if any(cell["method"] == ours for cell in main.drafters()) else main.ranked()[0]["method"]
@@ -72,7 +88,7 @@ def build(
         blocks += changes(ablations)
     if trainings:
         blocks += training(trainings, styles)
-    return blocks + limits(runs)
+    return blocks + limits(runs, any(not run.is_crowded for run in runs))
 
 
 def explanation(run: Run, trainings: list[dict]) -> list[Block]:
@@ -94,10 +110,10 @@ def explanation(run: Run, trainings: list[dict]) -> list[Block]:
             "p",
             "A large model, the *target*, normally writes one token per pass. In *speculative decoding* a small *drafter* proposes a block of "
             "tokens, and the target checks the whole block in one pass: it keeps the proposals up to the first one it would not have written, "
-            "and adds one token of its own. The text stays the target's; only the number of passes shrinks. **Accepted length**, or tokens per "
-            "pass, is the number of tokens kept per pass, the target's own token included: 1 means that drafting was useless, the block size is "
-            f"the most. A **block** is one known token and the positions after it, its **slots**, that the drafter fills{f' ({sizes})' if sizes else ''}. "
-            "**Speed** is measured by the clock, since drafting and checking cost time too.",
+            "and adds one token of its own. But for rounding the text stays the target's; only the number of passes shrinks. **Accepted length**, or "
+            "tokens per pass, is the number of tokens kept per pass, the target's own token included: 1 means that drafting was useless, the block "
+            f"size is the most possible. A **block** is one known token and the positions after it, its **slots**, that the drafter fills{f' ({sizes})' if sizes else ''}. "
+            "**Speed** is another thing: drafting and checking cost time too.",
         ),
         # a server does not say what its drafter is
         *([Block("table", rows=methods)] if len(methods[0]) > 1 else []),
@@ -120,7 +136,8 @@ def accepted_lengths(run: Run, styles, ours: str, goals: list[Goal]) -> list[Blo
         Block("h2", "Accepted length on every benchmark"),
         Block(
             "figure",
-            f"Tokens per pass with blocks of {size}. Small markers are sets, large ones the mean of sets; whiskers are 95 % intervals. Higher is better.",
+            f"Tokens per pass with blocks of {size}. Small markers are sets, large ones the mean of sets; whiskers are 95 % intervals. Higher is better. Every panel has "
+            "a scale of its own; drafters stand in the order of their means.",
             name="accepted_length",
             drawing=figure_sets(run, styles),
         ),
@@ -128,7 +145,11 @@ def accepted_lengths(run: Run, styles, ours: str, goals: list[Goal]) -> list[Blo
     for temperature in run.temperatures:
         if run.drafters(temperature):
             blocks.append(
-                Block("p", f"Tokens per pass at temperature {temperature:g}; the best of each block size in bold:")
+                Block(
+                    "p",
+                    f"Tokens per pass at temperature {temperature:g}; the best of each block size in bold. Sets are means over passes; “by answer” is "
+                    "the mean over answers, which weighs short ones more:",
+                )
             )
             blocks.append(Block("table", rows=table_lengths(run, temperature)))
     compared = table_gains(run, ours)
@@ -143,7 +164,7 @@ def accepted_lengths(run: Run, styles, ours: str, goals: list[Goal]) -> list[Blo
         ]
         for temperature in run.temperatures:
             if len(rows := table_set_gains(run, ours, temperature)) > 1 and len(rows[0]) > 1:
-                words = f"The same by set, at temperature {temperature:g} with blocks of {size}; losses in bold:"
+                words = f"The same by set, at temperature {temperature:g} with blocks of {size}; losses in bold. Some per cent of a single set are noise:"
                 blocks += [Block("p", words), Block("table", rows=rows)]
         blocks += [Block("p", sentence) for sentence in where_it_loses(run, ours, goals)]
     slots = figure_slots(run, styles)
@@ -152,9 +173,9 @@ def accepted_lengths(run: Run, styles, ours: str, goals: list[Goal]) -> list[Blo
             Block("h2", "Where in the block proposals fail"),
             Block(
                 "figure",
-                "Share of proposals accepted at each slot, among the passes that accepted everything before it; bands are 95 % intervals. A line "
-                f"that stays up to the right means that late slots know what the earlier ones say. Slots reached in fewer than {FEWEST_ROUNDS} "
-                "passes are left out.",
+                "Share of proposals accepted at each slot, among the passes that accepted everything before it; bands are 95 % intervals. Early slots "
+                "count most, since every pass reaches them. The last slots are reached only where the text is easy, by a weak drafter only where "
+                f"it is easiest, so there a high line is no merit. Slots reached in fewer than {FEWEST_ROUNDS} passes are left out.",
                 name="slots",
                 drawing=slots,
             ),
@@ -198,20 +219,25 @@ def changes(ablations: dict) -> list[Block]:
         Block("h2", "What single changes to the recipe do"),
         Block(
             "figure",
-            f"Each bar is a drafter trained with one change to {rows[0]['what']}{f' ({steps:,} steps)' if steps else ''}: {title}, in brackets, and its "
-            "change. One run each: differences below about 1 % say nothing, and short training does not rank long training.",
+            f"Each bar is a drafter trained with one change to {rows[0]['what']}{f' ({steps:,} steps)' if steps else ''}, or that drafter decoded with "
+            f"one: {title}, in brackets, and the change. One run each: differences below about 1 % say nothing, which is also what a second "
+            "evaluation with the recipe's own settings differs by, and short training does not rank long training.",
             name="ablations",
             drawing=figure_ablations(bars),
         ),
         Block("table", rows=table_ablations(ablations)),
-        Block(
-            "p",
-            "Words of the recipe: *injection* is reading the left neighbour in every layer; *refinement* is choosing each token with regard to "
-            "the one chosen before it, among the *K* likeliest. *Gamma* says how slowly the weight of later slots falls in training; D-PACE is "
-            "another rule for it. *Cross-entropy* teaches the tokens of stored answers, *KL* the target's whole distribution; the *base* "
-            "cross-entropy is that of the slots before refinement.",
+        *(
+            [Block("p", f"Words of the recipe: {'; '.join(known)}.")]
+            if (known := glossary(row["what"] for row in rows))
+            else []
         ),
     ]
+
+
+def glossary(texts) -> list[str]:
+    """What words of a recipe mean, those that occur in `texts`."""
+    whole = " ".join(texts)
+    return [meaning for word, meaning in RECIPE_WORDS.items() if re.search(rf"\b{word}\b", whole)]
 
 
 def training(trainings: list[dict], styles) -> list[Block]:
@@ -226,7 +252,8 @@ def training(trainings: list[dict], styles) -> list[Block]:
         Block("table", rows=table_training(trainings)),
         Block(
             "p",
-            "Tokens per pass here are walked along stored answers of the target, as decoding would go through them.",
+            "Tokens per pass here are walked along stored answers of the target, as decoding would go through them: other answers than those "
+            "decoded above, so compare within this table.",
         ),
         Block(
             "figure",
@@ -239,13 +266,14 @@ def training(trainings: list[dict], styles) -> list[Block]:
     return blocks
 
 
-def limits(runs: list[Run]) -> list[Block]:
+def limits(runs: list[Run], timed: bool) -> list[Block]:
     blocks = [
         Block("h2", "What these numbers do not say"),
         Block(
             "p",
             "They hold for this target, its chat template and these kinds of prompts; other prompts, thinking modes and languages can halve an "
-            "accepted length. Speeds hold for this machine and software. Accepted lengths from papers that count accepted drafts without the "
+            f"accepted length.{' Speeds hold for this machine and software.' * timed} Intervals are over prompts; another seed of training is not in "
+            "them. Accepted lengths from papers that count accepted drafts without the "
             "target's own token are one lower by definition, and drafters trained on more data are not comparable with these.",
         ),
     ]

@@ -172,6 +172,15 @@ def load_training(path: str | Path, labels: dict[str, str] | None = None) -> dic
     return report | {"name": labels.get(report["name"], report["name"])}
 
 
+def tokens_seen(report: dict) -> int | None:
+    """Tokens of a training run, prompts and padding included; None if its `metrics.json` does not say."""
+    parts = report.get("arguments", {})
+    given = parts.get("data", {}) | parts.get("training", {})
+    times = given.get("gradient_accumulation_steps", 1) * given.get("world_size", 1)
+    tokens = given.get("tokens_per_batch")
+    return tokens and tokens * times * report["steps"]
+
+
 def load_ablations(path: str | Path) -> dict:
     """`ablations.json` of `examples/ablations.py`.
 
@@ -194,4 +203,5 @@ __all__ = [
     "load_ablations",
     "load_run",
     "load_training",
+    "tokens_seen",
 ]

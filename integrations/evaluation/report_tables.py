@@ -3,7 +3,7 @@
 import re
 from pathlib import PurePath
 
-from .report_data import LINKED, PARALLEL, SET_NAMES, WAYS, Run
+from .report_data import LINKED, PARALLEL, SET_NAMES, WAYS, Run, tokens_seen
 from .report_words import gained, listed, percent, set_gains, with_interval
 
 
@@ -38,7 +38,8 @@ def table_lengths(run: Run, temperature: float) -> list[list[str]]:
         values = [cell["sets"].get(name, {}).get("accepted_length") for name in names]
         most = [max(c["sets"].get(name, {}).get("accepted_length") or 0 for c in alike) for name in names]
         shown = [
-            "" if v is None else f"**{v:.2f}**" if v == m and len(alike) > 1 else f"{v:.2f}"
+            # what reads alike is marked alike
+            "" if v is None else f"**{v:.2f}**" if f"{v:.2f}" == f"{m:.2f}" and len(alike) > 1 else f"{v:.2f}"
             for v, m in zip(values, most)
         ]
         length = with_interval(mean["accepted_length"], mean.get("accepted_length_interval"))
@@ -167,14 +168,14 @@ def settings(report: dict) -> dict[str, str]:
     parts = report.get("arguments", {})
     given = {k: v for name in ("data", "loss", "training") for k, v in parts.get(name, {}).items()}
     drafter, peer = report.get("drafter", {}), report.get("peer")
-    times = given.get("gradient_accumulation_steps", 1) * given.get("world_size", 1)
+    times, seen = given.get("gradient_accumulation_steps", 1) * given.get("world_size", 1), tokens_seen(report)
     has_rank = peer["kind"] != "dflash" if peer else drafter.get("injection") or drafter.get("refinement")
     rank = (peer or {}).get("rank", drafter.get("transfer_rank")) if has_rank else "none" if drafter else None
     tokens, blocks = given.get("tokens_per_batch"), given.get("max_anchors")
     result = {
         "steps": f"{report['steps']:,}",
         "tokens per step": tokens and f"{tokens * times:,}",
-        "tokens seen": tokens and f"{tokens * times * report['steps'] / 1e6:.0f} M",
+        "tokens seen": seen and f"{seen / 1e6:.0f} M",
         "blocks per step": blocks and f"{blocks * times:,}",
         "block size": drafter.get("block_size"),
         "layers": drafter.get("num_hidden_layers"),
@@ -193,7 +194,7 @@ def equalised(reports: list[dict]) -> tuple[str, list[str]]:
     every = [settings(report) for report in reports]
     names = list(dict.fromkeys(name for part in every for name in part))
     same = [name for name in names if len({part.get(name) for part in every}) == 1]
-    words = f"Equal for all {len(reports)} runs: {listed([f'{name} {every[0][name]}' for name in same])}."
+    words = f"Equal settings of all {len(reports)} runs: {listed([f'{name} {every[0][name]}' for name in same])}."
     files = [[PurePath(path).name for path in r.get("arguments", {}).get("data", {}).get("data", [])] for r in reports]
     silent = [report["name"] for report, part in zip(reports, files) if not part]
     known = [part for part in files if part]
@@ -219,7 +220,14 @@ def differences(reports: list[dict]) -> list[str]:
             words.append(f"model and loss of {report['peer']['package']}")
             continue
         here = flat(report)
-        words.append(", ".join(f"{k} = {here.get(k)}" for k in sorted({*first, *here}) if here.get(k) != first.get(k)))
+        unlike = [k for k in sorted({*first, *here}) if here.get(k) != first.get(k)]
+        if not (here.get("injection") or here.get("refinement")) and (
+            first.get("injection") or first.get("refinement")
+        ):
+            # a drafter without either has no guidance to set
+            unlike = [k for k in unlike if k not in ("injection", "refinement", "refinement_guidance")]
+            unlike.insert(0, "")
+        words.append(", ".join(f"{k} = {here.get(k)}" if k else "no injection, no refinement" for k in unlike))
     return words
 
 
@@ -242,7 +250,7 @@ def table_training(reports: list[dict]) -> list[list[str]]:
         values = []
         for name in names:
             value = report["evaluation"].get(name)
-            text = "" if value is None else f"{value:.3f}"
+            text = "" if value is None else f"{value:.2f}"
             if value is not None and report is not reports[0] and first.get(name):
                 text += f" ({percent(value / first[name] - 1)})"
             values.append(text)

@@ -2,7 +2,7 @@
 
 import math
 
-from .report_data import FEWEST_ROUNDS, SET_NAMES, Goal, Run
+from .report_data import FEWEST_ROUNDS, SET_NAMES, Goal, Run, tokens_seen
 
 
 # a difference in speed that is not worth a word
@@ -133,22 +133,38 @@ def against_others(run: Run, cell: dict) -> list[str]:
     """A drafter against all others in its place, the nearest first; what cannot be told apart in a sentence of its own."""
     clear, unclear = [], []
     for part in run.gains(cell):
-        share = f"{abs(part['accepted_length']):.1%}".replace("%", " %")
-        words = f"{share} {'more' if part['accepted_length'] >= 0 else 'less'} than {part['over']}"
-        (unclear if is_unclear(part) else clear).append(words)
+        if is_unclear(part):
+            unclear.append(f"{part['over']}, {gained(part)}")
+        else:
+            clear.append(f"{gained(part)} over {part['over']}")
     sentences = []
     if clear:
-        sentences.append(f"On the same prompts that is {listed(clear)}.")
+        sentences.append(f"On the same prompts that is {listed(clear)}; in brackets 95 % intervals.")
     if unclear:
-        sentences.append(f"These prompts cannot tell apart from no difference: {listed(unclear)}.")
+        sentences.append(f"Within what other prompts could have changed: the difference to {listed(unclear)}.")
     return sentences
 
 
-def conclusion(run: Run, timed: Run | None = None, goals: list[Goal] | None = None) -> list[str]:
+def unequal_training(trainings: list[dict], name: str) -> str:
+    """That the drafter to use was trained on more tokens, or fewer, than others; empty if all saw the same."""
+    seen = {report["name"]: tokens_seen(report) for report in trainings}
+    own = seen.pop(name, None)
+    others = sorted(value for value in seen.values() if value is not None)
+    if own is None or not others or all(abs(value / own - 1) < 0.01 for value in others):
+        return ""
+    low, high = (f"{value / 1e6:.0f}" for value in (others[0], others[-1]))
+    rest = low if low == high else f"{low} to {high}"
+    return f"**Not trained alike:** {name} saw {own / 1e6:.0f} M tokens in training, the others {rest} M; the section on training has the details."
+
+
+def conclusion(
+    run: Run, timed: Run | None = None, goals: list[Goal] | None = None, trainings: list[dict] | None = None
+) -> list[str]:
     """Which drafter to use and why, as sentences; at T=0, or the lowest temperature measured.
 
     Args:
         timed: the run whose clock counts; `run` itself where its processes had their devices for themselves.
+        trainings: `metrics.json` of drafters, to say whether they were trained alike.
     """
     if not run.drafters():
         return ["No drafter was measured in this run."]
@@ -163,7 +179,7 @@ def conclusion(run: Run, timed: Run | None = None, goals: list[Goal] | None = No
     interval = mean.get("accepted_length_interval")
     figures = (
         f"proposing {in_blocks(longest)}, it lets the target commit **{mean['accepted_length']:.2f} tokens per pass** at temperature "
-        f"{temperature:g} ({sets}{f'; 95 % interval {span(interval)}' if interval else ''}); without a drafter it is one."
+        f"{temperature:g} ({sets}{f'; 95 % interval {span(interval)}' if interval else ''}); without a drafter it is 1.00."
     )
     name = longest["method"]
     sentences = []
@@ -181,7 +197,12 @@ def conclusion(run: Run, timed: Run | None = None, goals: list[Goal] | None = No
         sentences.append(f"**{name}** was measured alone: {figures}")
     sentences += against_others(run, longest) + clock
     if run.is_crowded and not clock:
-        sentences.append("Speed was not measured undisturbed: these are counts of passes, not times.")
+        sentences.append(
+            "**There is no usable measurement of speed here**, since processes shared their devices: these are counts of the target's passes. "
+            "Drafting costs time too, the more the larger the drafter."
+        )
+    if unequal := unequal_training(trainings or [], longest["method"]):
+        sentences.append(unequal)
     for other in (t for t in run.temperatures if t > temperature and run.drafters(t)):
         first = run.ranked(other, longest["block_size"])[0]
         same = "again" if first["method"] == name else "then"
@@ -195,7 +216,7 @@ def conclusion(run: Run, timed: Run | None = None, goals: list[Goal] | None = No
     for goal, part in judged:
         met = part["accepted_length"] >= goal.share
         sentences.append(
-            f"**The goal of {100 * goal.share:+g} % over {rivals(goal)} is {'met' if met else 'not met'}** (temperature {temperature:g}, {in_blocks(part)}): {goal.ours} is at {gained(part)}"
+            f"**The goal for {goal.ours}, {100 * goal.share:+g} % over {rivals(goal)}, is {'met' if met else 'not met'}** (temperature {temperature:g}, {in_blocks(part)}): it is at {gained(part)}"
             + ("." if len(goal.others) == 1 else f" over the best of them, {part['over']}.")
         )
     return sentences + [exactness(run)] * bool(exactness(run))
@@ -208,9 +229,14 @@ def exactness(run: Run) -> str:
     faults, compared, equal = (sum(e[name] for e in exact) for name in ("faults", "compared", "equal"))
     widest = max(e["largest_gap"] for e in exact)
     if faults:
+        counts: dict[str, int] = {}
+        for cell in run.cells:
+            if cell["kind"] == "drafter" and (cell.get("exactness") or {}).get("faults"):
+                counts[cell["method"]] = counts.get(cell["method"], 0) + cell["exactness"]["faults"]
+        whose = listed([f"{number} of {name}" for name, number in counts.items()])
         return (
-            f"**Careful:** {faults:,} of {compared:,} greedy answers leave the target's own text where no two tokens were nearly tied (up to "
-            f"{widest:.2f} logits apart in fp32). A target in low precision can round that far, a faulty drafter or loop would look the same: "
+            f"**Careful:** {faults:,} of {compared:,} greedy answers ({whose}) leave the target's own text where no two tokens were nearly tied (up "
+            f"to {widest:.2f} logits apart in fp32). A target in low precision can round that far, a faulty drafter or loop would look the same: "
             "decode these prompts in float32, where texts must agree."
         )
     if equal == compared:
@@ -262,14 +288,15 @@ def by_slot(ours: dict, other: dict) -> str:
         elif mine[0] > theirs[1]:
             ahead.append(slot)
     if not behind and not ahead:
-        return "By slot the two cannot be told apart." if shares else ""
-    worst = min(behind or ahead, key=shares.get)
-    words = f"By slot {ours['method']} is clearly " + (
-        f"behind at slot {ranges(behind)}" if behind else "behind nowhere"
-    )
-    words += f" and ahead at slot {ranges(ahead)}" if ahead else " and ahead nowhere"
-    points = f"{100 * shares[worst]:+.1f} points in acceptance".replace("-", "−")
-    return f"{words}; it is {'most behind' if behind else 'least ahead'} at slot {worst} ({points})."
+        return "At no single slot do the two differ clearly." if shares else ""
+    clear = []
+    for word, slots, extreme in (("ahead", ahead, max), ("behind", behind, min)):
+        if slots:
+            most = extreme(slots, key=shares.get)
+            points = f"{100 * shares[most]:+.1f} points".replace("-", "−")
+            most = f"{points}" if len(slots) == 1 else f"most at {most}, {points}"
+            clear.append(f"{word} at slot{'s' * (len(slots) > 1)} {ranges(slots)} ({most})")
+    return f"By slot, where intervals do not overlap, {ours['method']} is {listed(clear)}."
 
 
 def where_it_loses(run: Run, ours: str, goals: list[Goal]) -> list[str]:
