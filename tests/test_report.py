@@ -202,6 +202,23 @@ def test_training_says_what_was_equal():
     assert json.dumps(table).count("30.0 M") == 1
 
 
+@needs_matplotlib
+def test_legend_of_long_names_stays_inside_the_figure():
+    from matplotlib.figure import Figure
+
+    from dspine.integrations.evaluation import report_figures
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, 2, squeeze=False)
+    names = [f"drafter {i} (trained for {i},000 steps of another recipe)" for i in range(6)]
+    for name in names:
+        axes[0, 0].plot([0, 1], label=name)
+    report_figures._legend(figure, axes)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert legend.get_window_extent().width <= figure.bbox.width
+
+
 def test_report_says_what_is_missing(tmp_path, capsys):
     command = load_example("report")
     assert command.main([str(tmp_path), "--out", str(tmp_path / "page")]) == 2
