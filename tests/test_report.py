@@ -143,7 +143,7 @@ def test_times_of_a_crowded_run_are_left_out():
     assert any("Several processes shared each device" in block.text for block in blocks)
     words = " ".join(report.conclusion(report.Run("lengths", crowded)))
     assert "Use dspine" in words and "the fastest drafter" not in words and "no usable measurement of speed" in words
-    # speeds that are not there have no limits, and training is compared where it differed
+    # speeds that are not there have no limits
     blocks = report.build([report.Run("lengths", crowded)])
     assert not any("Speeds hold" in block.text for block in blocks)
 

@@ -41,7 +41,7 @@ def peer_of(folder: str) -> dict:
 
 def load(folder: str, dtype: torch.dtype) -> DSpineModel:
     """A DSpine drafter, a DFlash checkpoint, or a peer trained by a script in `peers/`."""
-    if peer_of(folder):
+    if (Path(folder) / "peer.json").is_file():
         if str(PEERS) not in sys.path:
             sys.path.append(str(PEERS))
         return importlib.import_module("peer_drafters").load_peer(folder, dtype)

@@ -172,13 +172,18 @@ def load_training(path: str | Path, labels: dict[str, str] | None = None) -> dic
     return report | {"name": labels.get(report["name"], report["name"])}
 
 
+def given_to(report: dict) -> tuple[dict, int]:
+    """The arguments of a training run, and how many batches make one of its steps."""
+    parts = report.get("arguments", {})
+    given = {k: v for name in ("data", "loss", "training") for k, v in parts.get(name, {}).items()}
+    return given, given.get("gradient_accumulation_steps", 1) * given.get("world_size", 1)
+
+
 def tokens_seen(report: dict) -> int | None:
     """Tokens of a training run, prompts and padding included; None if its `metrics.json` does not say."""
-    parts = report.get("arguments", {})
-    given = parts.get("data", {}) | parts.get("training", {})
-    times = given.get("gradient_accumulation_steps", 1) * given.get("world_size", 1)
+    given, batches = given_to(report)
     tokens = given.get("tokens_per_batch")
-    return tokens and tokens * times * report["steps"]
+    return tokens and tokens * batches * report["steps"]
 
 
 def load_ablations(path: str | Path) -> dict:
@@ -200,6 +205,7 @@ __all__ = [
     "WAYS",
     "Goal",
     "Run",
+    "given_to",
     "load_ablations",
     "load_run",
     "load_training",

@@ -3,7 +3,7 @@
 import re
 from pathlib import PurePath
 
-from .report_data import LINKED, PARALLEL, SET_NAMES, WAYS, Run, tokens_seen
+from .report_data import LINKED, PARALLEL, SET_NAMES, WAYS, Run, given_to, tokens_seen
 from .report_words import gained, listed, percent, set_gains, with_interval
 
 
@@ -165,18 +165,17 @@ def settings(report: dict) -> dict[str, str]:
 
     Tokens are counted with prompts and padding: `tokens_per_batch` a step.
     """
-    parts = report.get("arguments", {})
-    given = {k: v for name in ("data", "loss", "training") for k, v in parts.get(name, {}).items()}
+    given, batches = given_to(report)
     drafter, peer = report.get("drafter", {}), report.get("peer")
-    times, seen = given.get("gradient_accumulation_steps", 1) * given.get("world_size", 1), tokens_seen(report)
+    seen = tokens_seen(report)
     has_rank = peer["kind"] != "dflash" if peer else drafter.get("injection") or drafter.get("refinement")
     rank = (peer or {}).get("rank", drafter.get("transfer_rank")) if has_rank else "none" if drafter else None
     tokens, blocks = given.get("tokens_per_batch"), given.get("max_anchors")
     result = {
         "steps": f"{report['steps']:,}",
-        "tokens per step": tokens and f"{tokens * times:,}",
+        "tokens per step": tokens and f"{tokens * batches:,}",
         "tokens seen": seen and f"{seen / 1e6:.0f} M",
-        "blocks per step": blocks and f"{blocks * times:,}",
+        "blocks per step": blocks and f"{blocks * batches:,}",
         "block size": drafter.get("block_size"),
         "layers": drafter.get("num_hidden_layers"),
         "MLP width": drafter.get("intermediate_size"),

@@ -294,7 +294,7 @@ def by_slot(ours: dict, other: dict) -> str:
         if slots:
             most = extreme(slots, key=shares.get)
             points = f"{100 * shares[most]:+.1f} points".replace("-", "−")
-            most = f"{points}" if len(slots) == 1 else f"most at {most}, {points}"
+            most = points if len(slots) == 1 else f"most at {most}, {points}"
             clear.append(f"{word} at slot{'s' * (len(slots) > 1)} {ranges(slots)} ({most})")
     return f"By slot, where intervals do not overlap, {ours['method']} is {listed(clear)}."
 
