@@ -54,8 +54,11 @@ def training_step(forward, model: nn.Module, optimizer):
     return step
 
 
-def speculators_step(shape: Shape, compile: bool):
+def speculators_step(shape: Shape, compile: bool, plain_masks: bool = False):
     """Forward and training step of the DFlash model of `speculators`, set up as by its trainer, which compiles the forward pass.
+
+    Args:
+        plain_masks: its block mask is made by `create_block_mask` as it is. Its trainer compiles that function too, which can take minutes.
 
     Raises:
         ImportError: the package is not there.
@@ -94,6 +97,10 @@ def speculators_step(shape: Shape, compile: bool):
         model.embed_tokens.weight.copy_(shape.embed.weight)
         model.lm_head.weight.copy_(shape.head.weight)
         model.verifier_lm_head.weight.copy_(shape.head.weight)
+    if plain_masks and cuda:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        model._create_mask_fn = create_block_mask
     call, _ = DFlashDraftModel.get_trainer_kwargs(
         loss_fn="kl_div", loss_implementation="fused" if cuda else "eager", max_anchors=shape.anchors
     )
