@@ -12,7 +12,7 @@ Weights and tokens are random: times do not depend on them. Measured are, apart 
 
 `dspine-kl`, `dspine-tv` and `dflash-kl` learn from the target's distribution: the distance takes the place of the drafts'
 cross-entropy. `--drafters speculators` times the DFlash model, loss and optimizer of `speculators` 0.9.0 on the same shapes: fp32 weights under bf16 autocast,
-its compiled forward pass and its fused KL loss, as its trainer runs them. It learns from the target's distribution, so its step
+its compiled forward pass and its fused KL loss, as its trainer runs them, the loss outside of the compiled graph (PyTorch 2.11 cannot trace it). It learns from the target's distribution, so its step
 includes the product that makes the target's logits of all slots. Its first step takes long, since it also tries some twenty tilings
 of each loss kernel, and compiles the function that makes its block mask: `speculators-plain-masks` leaves that function as it is.
 

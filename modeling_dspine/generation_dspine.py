@@ -17,6 +17,7 @@ the end, so whenever it saves a quarter of the caches, holes are closed and fini
 
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,7 +105,25 @@ class _Clock:
         return sum(b - a for a, b in self.marks.get(name, []))
 
 
+@contextmanager
+def without_attention_plans():
+    """Keeps `scaled_dot_product_attention` from cuDNN, unless nothing else is allowed; what was allowed before comes back at the end.
+
+    PyTorch prefers cuDNN's attention on Hopper and Blackwell. It builds an execution plan for every shape it has not seen, which takes
+    tens of milliseconds (https://github.com/pytorch/pytorch/pull/155958), and in decoding every round is longer than the one before.
+    """
+    flags = torch.backends.cuda
+    others = flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
+    before = flags.cudnn_sdp_enabled()
+    flags.enable_cudnn_sdp(before and not others)
+    try:
+        yield
+    finally:
+        flags.enable_cudnn_sdp(before)
+
+
 @torch.no_grad()
+@without_attention_plans()
 def dspine_generate(
     model,
     input_ids: torch.LongTensor,

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.cache_utils import StaticLayer
 
 from dspine.modeling_dspine import dspine_generate
+from dspine.modeling_dspine.generation_dspine import without_attention_plans
 
 
 PROMPT = torch.tensor([[5, 9, 33, 2, 71, 8]])
@@ -97,6 +98,48 @@ def test_both_entries_and_the_stock_loop(target, answer):
         PROMPT, max_new_tokens=20, do_sample=False, assistant_model=drafter, speculation_type="dflash"
     )
     assert torch.equal(stock[0], answer[:26])
+
+
+@pytest.fixture
+def attention_flags():
+    """Setter of what `scaled_dot_product_attention` may use; put back afterwards."""
+    flags, names = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
+    before = {name: getattr(flags, f"{name}_sdp_enabled")() for name in names}
+
+    def allow(*allowed):
+        for name in names:
+            getattr(flags, f"enable_{name}_sdp")(name in allowed)
+
+    yield allow
+    allow(*(name for name in names if before[name]))
+
+
+def test_attention_makes_no_plans_for_shapes_while_decoding(target, attention_flags):
+    """cuDNN's attention is out of the way inside the loop, also if that fails, and as before after it."""
+    drafter, seen, enabled = tiny_drafter(target), [], torch.backends.cuda.cudnn_sdp_enabled
+
+    def watch(*_):
+        seen.append(enabled())
+        if len(seen) == 12:
+            raise RuntimeError("no room")
+
+    attention_flags("math", "cudnn")
+    with target.register_forward_pre_hook(watch), drafter.register_forward_pre_hook(watch):
+        drafted(drafter, target, PROMPT, max_new_tokens=3)
+        assert 3 <= len(seen) < 12 and enabled()
+        with pytest.raises(RuntimeError, match="no room"):
+            drafted(drafter, target, PROMPT)
+    assert not any(seen) and enabled()
+    attention_flags("math")
+    drafted(drafter, target, PROMPT, max_new_tokens=3)
+    assert not enabled()
+
+
+def test_attention_that_may_only_be_cudnn_stays(attention_flags):
+    attention_flags("cudnn")
+    with without_attention_plans():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_bound_on_first_use(target, answer):

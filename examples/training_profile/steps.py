@@ -57,6 +57,8 @@ def training_step(forward, model: nn.Module, optimizer):
 def speculators_step(shape: Shape, compile: bool, plain_masks: bool = False):
     """Forward and training step of the DFlash model of `speculators`, set up as by its trainer, which compiles the forward pass.
 
+    Its fused loss stays out of the compiled graph, as for the peers: in PyTorch 2.11 tracing it fails, and all would run eagerly.
+
     Args:
         plain_masks: its block mask is made by `create_block_mask` as it is. Its trainer compiles that function too, which can take minutes.
 
@@ -64,9 +66,10 @@ def speculators_step(shape: Shape, compile: bool, plain_masks: bool = False):
         ImportError: the package is not there.
     """
     sys.path.append(str(PEERS))
-    from speculators_peers import load_speculators
+    from speculators_peers import keep_losses_out_of_graphs, load_speculators
 
     speculators = load_speculators()
+    keep_losses_out_of_graphs()
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
