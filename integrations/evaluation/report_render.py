@@ -24,7 +24,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e4e5e7; --soft: #a3a7ad; --line: #3a3d42; --paper: #141517; --box: #1c242c; --blue: #6db7e8; } }
 body { font: 16px/1.55 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 62rem; margin: 2.5rem auto 4rem; padding: 0 1.5rem; overflow-wrap: break-word; }
+  max-width: 66rem; margin: 2.5rem auto 4rem; padding: 0 1.5rem; overflow-wrap: break-word; }
 h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 1rem; }
 h2 { font-size: 1.25rem; margin: 2.6rem 0 .6rem; padding-top: .4rem; border-top: 1px solid var(--line); }
 .lead { background: var(--box); border-left: 4px solid var(--blue); padding: .7rem 1.1rem; margin: 0; }
