@@ -19,6 +19,7 @@ from rich.text import Text
 from smollm2 import MASK_TOKEN_ID, load_target
 
 from dspine.modeling_dspine import DSpineConfig, DSpineModel
+from dspine.modeling_dspine.generation_dspine import without_attention_plans
 
 
 SHIPPED_DRAFTER = Path(__file__).parent / "smollm2-135m-dspine"
@@ -120,6 +121,7 @@ class Comparison:
     gap: float | None  # fp32 logits between the tokens where the texts part; None if they are identical
 
 
+@without_attention_plans()  # for the target alone too, or the comparison would flatter the drafter
 def compare(target, drafter, inputs: dict, options: dict, seed: int) -> Comparison:
     torch.manual_seed(seed)
     plain, plain_seconds = timed(target.generate, **inputs, **options)

@@ -127,6 +127,24 @@ def test_all_ways_give_the_same_greedy_text(pair):
     assert max(drafted[0].accepted_lengths) > 2
 
 
+def test_all_ways_are_timed_with_the_same_attention(pair, monkeypatch):
+    """cuDNN's would make the first way to meet a length pay for a plan that the next ones find made."""
+    target, drafter, asked = pair
+    flags, seen = torch.backends.cuda, []
+    monkeypatch.setattr(flags, "cudnn_sdp_enabled", lambda: True)
+    monkeypatch.setattr(flags, "enable_cudnn_sdp", lambda enabled: seen.append(enabled))
+    passes = target.register_forward_hook(lambda *_: seen.append("pass"))
+    for way in (
+        lambda: decoding.decode_alone(target, asked[:1], 4),
+        lambda: decoding.decode_prompt_lookup(target, asked[:1], 4),
+        lambda: decoding.decode_with_drafter(target, drafter, asked[:1], 4),
+    ):
+        seen.clear()
+        way()
+        assert seen[0] is False and seen[-1] is True and set(seen[1:-1]) == {"pass"}
+    passes.remove()
+
+
 def test_lookup_counts_passes(pair):
     target, _, asked = pair
     passes = []

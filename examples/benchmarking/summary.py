@@ -27,7 +27,6 @@ def versions(args, earlier: dict | None = None) -> dict:
         "devices": min(args.world, torch.cuda.device_count()) if args.device.startswith("cuda") else 1,
     }
     if args.backend == "transformers":
-        result["cudnn_attention"] = torch.backends.cuda.cudnn_sdp_enabled()
         before = (earlier or {}).get("versions", {}).get("implementations", {})
         report = implementation_report().items()
         result["implementations"] = {name: part["active"] or before.get(name) for name, part in report}

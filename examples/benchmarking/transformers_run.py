@@ -58,8 +58,6 @@ class TransformersRun:
         dtype = getattr(torch, args.dtype)
         options = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
         self.args = args
-        # as in the drafters' own loop, for every method: the first to meet a length would pay for a plan that the next ones find made
-        torch.backends.cuda.enable_cudnn_sdp(False)
         self.target = AutoModelForCausalLM.from_pretrained(args.target, **options).to(args.device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         self.check = None if args.no_exactness else NearTieCheck(self.target, args.tie_gap)

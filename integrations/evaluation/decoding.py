@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dspine.modeling_dspine.generation_dspine import without_attention_plans
+
 
 @dataclass
 class Decoded:
@@ -128,6 +130,9 @@ def decode_with_drafter(
     ]
 
 
+# Without cuDNN's attention as in the drafters' own loop: speeds are compared, and of methods that take turns the first to meet a
+# length would pay for the plan that the next ones find made
+@without_attention_plans()
 def decode_alone(target, prompts, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> list[Decoded]:
     """`target.generate` on one batch of prompts: what every speed-up is measured against."""
     inputs = left_padded(prompts, pad_token_id(target), target.device)
@@ -201,6 +206,7 @@ def decode_in_transformers_loop(
     return _decode_assisted(target, prompts, max_new_tokens, temperature, seed, **assistance)
 
 
+@without_attention_plans()
 def _decode_assisted(
     target, prompts, max_new_tokens: int, temperature: float, seed: int, **assistance
 ) -> list[Decoded]:

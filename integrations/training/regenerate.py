@@ -22,6 +22,8 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
+from dspine.modeling_dspine.generation_dspine import without_attention_plans
+
 from .conversations import ConversationEncoder
 
 
@@ -100,6 +102,7 @@ def answer_with_transformers(target, tokenizer, settings: RegenerationSettings, 
     ends = target.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
 
+    @without_attention_plans()
     def answer(tasks: list[Task], temperature: float, seed: int) -> list[list[int]]:
         prompts = [task.prompt_ids for task in tasks]
         width = max(map(len, prompts))
