@@ -46,6 +46,7 @@ ROWS = {
     ),
     "rank-64": ("r = 64", ["--transfer_rank", "64"]),
     "rank-256": ("r = 256", ["--transfer_rank", "256"]),
+    "rank-512": ("r = 512", ["--transfer_rank", "512"]),
     "soft-tokens": ("soft-token features", ["--soft_token_features", "true"]),
     "base-weight": ("weight of the base cross-entropy 0.2", ["--base_weight", "0.2"]),
     "gamma": ("weights of slots decay with gamma 7", ["--decay_gamma", "7"]),
