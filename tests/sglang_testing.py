@@ -9,10 +9,25 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+from conftest import load_example
+
 from dspine.configuration_dspine import DSpineConfig
 
 
 BLOCK, MASK_ID = 6, 96
+
+
+def example(name):
+    """A fixture with a module of `examples/`, which sees its neighbours."""
+
+    @pytest.fixture
+    def module():
+        load_example("sglang_client")
+        load_example("sglang_checks")
+        return load_example(name)
+
+    return module
 
 
 def tiny_config(**overrides) -> DSpineConfig:
