@@ -14,7 +14,7 @@ Weights and tokens are random: times do not depend on them. Measured are, apart 
 cross-entropy. `--drafters speculators` times the DFlash model, loss and optimizer of `speculators` 0.9.0 on the same shapes: fp32 weights under bf16 autocast,
 its compiled forward pass and its fused KL loss, as its trainer runs them, the loss outside of the compiled graph (PyTorch 2.11 cannot trace it). It learns from the target's distribution, so its step
 includes the product that makes the target's logits of all slots. Its first step takes long, since it also tries some twenty tilings
-of each loss kernel, and compiles the function that makes its block mask: `speculators-plain-masks` leaves that function as it is.
+of each loss kernel.
 
 Parts run in the order given. A part that fails, or runs past `--part-limit`, is recorded as `error` with the figures it has reached,
 and the others go on; `--out` is written after every figure, so that a run that is ended from outside leaves all it had.
@@ -31,7 +31,7 @@ from training_profile.parts import time_step, time_target, time_trainer
 from training_profile.shapes import SHAPES, Shape
 
 
-DRAFTERS = ["dspine", "dspine-kl", "dspine-tv", "dflash", "dflash-kl", "speculators", "speculators-plain-masks"]
+DRAFTERS = ["dspine", "dspine-kl", "dspine-tv", "dflash", "dflash-kl", "speculators"]
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> dict:
             parts += [
                 (f"trainer_{kind}", time_trainer, (kind, shape, args))
                 for kind in args.drafters
-                if not kind.startswith("speculators")
+                if kind != "speculators"
             ]
         for part, function, arguments in parts:
             result[part] = {}

@@ -109,8 +109,9 @@ class _Clock:
 def without_attention_plans():
     """Keeps `scaled_dot_product_attention` from cuDNN, unless nothing else is allowed; what was allowed before comes back at the end.
 
-    PyTorch prefers cuDNN's attention on Hopper and Blackwell. It builds an execution plan for every shape it has not seen, which takes
-    tens of milliseconds (https://github.com/pytorch/pytorch/pull/155958), and in decoding every round is longer than the one before.
+    PyTorch prefers cuDNN's attention on Hopper and Blackwell (`check_prefer_cudnn_attention` in its `sdp_utils.cpp`). It builds an
+    execution plan for every shape it has not seen (https://github.com/pytorch/pytorch/pull/155958), and in decoding every round is
+    longer than the one before. `torch.nn.attention.sdpa_kernel` would also allow what the caller has forbidden.
     """
     flags = torch.backends.cuda
     others = flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()

@@ -133,16 +133,15 @@ def test_all_ways_are_timed_with_the_same_attention(pair, monkeypatch):
     flags, seen = torch.backends.cuda, []
     monkeypatch.setattr(flags, "cudnn_sdp_enabled", lambda: True)
     monkeypatch.setattr(flags, "enable_cudnn_sdp", lambda enabled: seen.append(enabled))
-    passes = target.register_forward_hook(lambda *_: seen.append("pass"))
-    for way in (
-        lambda: decoding.decode_alone(target, asked[:1], 4),
-        lambda: decoding.decode_prompt_lookup(target, asked[:1], 4),
-        lambda: decoding.decode_with_drafter(target, drafter, asked[:1], 4),
-    ):
-        seen.clear()
-        way()
-        assert seen[0] is False and seen[-1] is True and set(seen[1:-1]) == {"pass"}
-    passes.remove()
+    with target.register_forward_hook(lambda *_: seen.append("pass")):
+        for way in (
+            lambda: decoding.decode_alone(target, asked[:1], 4),
+            lambda: decoding.decode_prompt_lookup(target, asked[:1], 4),
+            lambda: decoding.decode_with_drafter(target, drafter, asked[:1], 4),
+        ):
+            seen.clear()
+            way()
+            assert seen[0] is False and seen[-1] is True and set(seen[1:-1]) == {"pass"}
 
 
 def test_lookup_counts_passes(pair):

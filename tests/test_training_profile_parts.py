@@ -200,13 +200,13 @@ def test_parts_and_their_order_in_the_file(script, tmp_path, monkeypatch, capsys
 
     for name in ("time_step", "time_target", "time_trainer"):
         monkeypatch.setattr(script, name, part(name))
-    options = "--sections tiny --device cpu --drafters dflash speculators speculators-plain-masks --trainer-steps 2 --target-layers 1"
+    options = "--sections tiny --device cpu --drafters dflash speculators --trainer-steps 2 --target-layers 1"
     report = script.main([*options.split(), "--out", str(out)])
     assert json.loads(out.read_text()) == report and [p.name for p in tmp_path.iterdir()] == ["profile.json"]
     section = report["sections"]["tiny"]
     assert (section["tokens"], section["anchors"], section["block_size"]) == (512, 16, 16)
     # their trainer is not ours to time
-    kinds = ["dflash", "speculators", "speculators-plain-masks"]
+    kinds = ["dflash", "speculators"]
     assert seen == [("time_step", kind) for kind in kinds] + [("time_target", None), ("time_trainer", "dflash")]
     assert list(section)[3:] == [*kinds, "target", "trainer_dflash"]
     assert section["dflash"]["error"] == "RuntimeError: no room" and section["dflash"]["kernels"]

@@ -98,8 +98,7 @@ def load_speculators():
 def keep_losses_out_of_graphs() -> None:
     """Lets `torch.compile` break its graph at their fused losses, which are Triton kernels already.
 
-    Traced, the second loss of a graph fails in torch 2.11 ("already tracked for mutation": the list of the kernel's tile sizes), and
-    with it DSpark and DFlash 2, which call two.
+    Traced they fail in torch 2.11 ("already tracked for mutation": the list of a kernel's tile sizes), and with them the whole pass.
     """
     try:
         from speculators.losses import fused

@@ -20,13 +20,10 @@ def time_step(result: dict, save, kind: str, shape: Shape, args) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     started = time.perf_counter()
-    theirs, compile = kind.startswith("speculators"), args.compile
+    theirs, compile = kind == "speculators", args.compile
     while True:
         try:
-            if theirs:
-                forward, step, model = speculators_step(shape, compile, plain_masks=kind.endswith("plain-masks"))
-            else:
-                forward, step, model = our_step(kind, shape, args)
+            forward, step, model = speculators_step(shape, compile) if theirs else our_step(kind, shape, args)
             step()
             break
         except Exception as error:

@@ -54,13 +54,10 @@ def training_step(forward, model: nn.Module, optimizer):
     return step
 
 
-def speculators_step(shape: Shape, compile: bool, plain_masks: bool = False):
+def speculators_step(shape: Shape, compile: bool):
     """Forward and training step of the DFlash model of `speculators`, set up as by its trainer, which compiles the forward pass.
 
     Its fused loss stays out of the compiled graph, as for the peers: in PyTorch 2.11 tracing it fails, and all would run eagerly.
-
-    Args:
-        plain_masks: its block mask is made by `create_block_mask` as it is. Its trainer compiles that function too, which can take minutes.
 
     Raises:
         ImportError: the package is not there.
@@ -100,10 +97,6 @@ def speculators_step(shape: Shape, compile: bool, plain_masks: bool = False):
         model.embed_tokens.weight.copy_(shape.embed.weight)
         model.lm_head.weight.copy_(shape.head.weight)
         model.verifier_lm_head.weight.copy_(shape.head.weight)
-    if plain_masks and cuda:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        model._create_mask_fn = create_block_mask
     call, _ = DFlashDraftModel.get_trainer_kwargs(
         loss_fn="kl_div", loss_implementation="fused" if cuda else "eager", max_anchors=shape.anchors
     )

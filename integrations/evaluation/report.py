@@ -88,7 +88,7 @@ def build(
         blocks += changes(ablations)
     if trainings:
         blocks += training(trainings, styles)
-    return blocks + limits(runs, any(not run.is_crowded for run in runs))
+    return blocks + limits(runs)
 
 
 def explanation(run: Run, trainings: list[dict]) -> list[Block]:
@@ -220,8 +220,8 @@ def changes(ablations: dict) -> list[Block]:
         Block(
             "figure",
             f"Each bar is a drafter trained with one change to {rows[0]['what']}{f' ({steps:,} steps)' if steps else ''}, or that drafter decoded with "
-            f"one: {title}, in brackets, and the change. One run each: differences below about 1 % say nothing, which is also what a second "
-            "evaluation with the recipe's own settings differs by, and short training does not rank long training.",
+            f"one: {title}, in brackets, and the change. One run each: small differences say nothing, and short training does not rank long "
+            "training. A decoding row with the recipe's own setting is a second evaluation of the same drafter: its bar is what evaluating again does.",
             name="ablations",
             drawing=figure_ablations(bars),
         ),
@@ -266,7 +266,8 @@ def training(trainings: list[dict], styles) -> list[Block]:
     return blocks
 
 
-def limits(runs: list[Run], timed: bool) -> list[Block]:
+def limits(runs: list[Run]) -> list[Block]:
+    timed = any(not run.is_crowded for run in runs)
     blocks = [
         Block("h2", "What these numbers do not say"),
         Block(

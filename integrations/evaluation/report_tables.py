@@ -220,13 +220,13 @@ def differences(reports: list[dict]) -> list[str]:
             continue
         here = flat(report)
         unlike = [k for k in sorted({*first, *here}) if here.get(k) != first.get(k)]
-        if not (here.get("injection") or here.get("refinement")) and (
-            first.get("injection") or first.get("refinement")
-        ):
+        plain, own = (not (part.get("injection") or part.get("refinement")) for part in (here, first))
+        about = []
+        if plain and not own:
             # a drafter without either has no guidance to set
             unlike = [k for k in unlike if k not in ("injection", "refinement", "refinement_guidance")]
-            unlike.insert(0, "")
-        words.append(", ".join(f"{k} = {here.get(k)}" if k else "no injection, no refinement" for k in unlike))
+            about = ["no injection, no refinement"]
+        words.append(", ".join(about + [f"{k} = {here.get(k)}" for k in unlike]))
     return words
 
 
