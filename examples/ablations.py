@@ -45,7 +45,7 @@ ROWS = {
         ["--supervision", "cross_entropy", "--supervision_weight", "0.1"],
     ),
     "rank-64": ("r = 64", ["--transfer_rank", "64"]),
-    "rank-256": ("r = 256", ["--transfer_rank", "256"]),
+    "rank-128": ("r = 128", ["--transfer_rank", "128"]),
     "rank-512": ("r = 512", ["--transfer_rank", "512"]),
     "soft-tokens": ("soft-token features", ["--soft_token_features", "true"]),
     "base-weight": ("weight of the base cross-entropy 0.2", ["--base_weight", "0.2"]),

@@ -148,6 +148,26 @@ def test_times_of_a_crowded_run_are_left_out():
     assert not any("Speeds hold" in block.text for block in blocks)
 
 
+@needs_matplotlib
+def test_run_of_another_dtype_or_a_server_adds_its_lengths():
+    first, float32, timed = made_up_summary(), made_up_summary(gain=2), made_up_summary()
+    float32["settings"]["dtype"] = "float32"
+    runs = [report.Run(n, s) for n, s in (("b", first), ("f", float32), ("t", timed), ("s", made_up_summary(True)))]
+    blocks = report.build(runs, ours="dspine")
+    titles = [i for i, block in enumerate(blocks) if block.text.startswith("Accepted length in another run")]
+    assert [blocks[i].text.rpartition(": ")[2] for i in titles] == ["f", "s"]
+    words, _, lengths = blocks[titles[0] + 1 : titles[0] + 4]
+    assert "float32 all decode the same text" in words.text
+    cell = next(c for c in float32["cells"] if c["method"] == "dspine" and c["temperature"] == 0)
+    mean = cell["mean_of_sets"]["accepted_length"]
+    assert next(row for row in lengths.rows if row[0] == "dspine")[2].startswith(f"{mean:.2f} (")
+    gains = next(
+        block for block in blocks[titles[0] :] if block.kind == "table" and "dspine against" in block.rows[0][0]
+    )
+    share = next(g for g in float32["gains"] if g["method"] == "dspine" and g["temperature"] == 0)["accepted_length"]
+    assert gains.rows[1][1].startswith(f"+{share:.1%}".replace("%", " %"))
+
+
 def test_unequal_training_is_said():
     longer, shorter = made_up_training("dspine"), made_up_training("dflash")
     for part in (longer, shorter):

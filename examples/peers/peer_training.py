@@ -3,9 +3,10 @@
 Equal for all drafters, DSpine and the DFlash baseline of `examples/train.py` included: target, tapped layers, sequences and their
 order (rows of `tokens_per_batch` tokens, drawn by the same sampler), anchors per step, steps, backbone (layers, width, heads, RoPE,
 block size), slot layout (slot 0 is the anchor, slot k predicts token k), optimizer (AdamW, fp32 master weights, bf16 autocast),
-learning rate, warm-up, cosine, clipping, weight of slots (`exp(-(k - 1) / gamma)`), rank of the head as far as it has one, candidates
-per slot, verification, and the walk of the evaluation.
-Left as the authors have it: loss, initialisation, convolutions and heads, and how anchors are drawn; the scripts say which.
+learning rate, warm-up, cosine, clipping, weight of slots (`exp(-(k - 1) / gamma)`), candidates per slot, verification, and the
+walk of the evaluation.
+Left as the authors have it: loss, initialisation, convolutions and heads, and how anchors are drawn; the scripts say which. The rank of
+heads that have one is `--rank`, by default 128; DSpine's recipe had that too and has 256 now.
 """
 
 import argparse

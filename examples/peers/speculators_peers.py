@@ -7,8 +7,8 @@
 Model code and losses are theirs; this file feeds them and decodes with their heads. What is equal for all drafters is listed in
 `peer_training.py`. Slots are laid out as in DFlash (`sample_from_anchor=False`, which DSpark supports beside its own default).
 Left as the authors have it: the loss (KL to the target's distribution; DSpark also its confidence term, DFlash 2 its selector's), how
-anchors are drawn (anew for every row, none in a row's last block), initialisation, convolutions and heads. DSpine and the DFlash
-baseline of `examples/train.py` train on the tokens of the data instead; DFlash by this script tells what that is worth.
+anchors are drawn (anew for every row, none in a row's last block), initialisation, convolutions and heads. The SmolLM2 recipes of
+`examples/train.py` take the KL too, with a cross-entropy of the base drafts beside it; DFlash by this script tells what that is worth.
 """
 
 import argparse

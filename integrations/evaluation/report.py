@@ -60,7 +60,8 @@ def build(
     """All blocks of a report.
 
     Args:
-        runs: the first one with drafters carries the conclusion and the comparison by set and slot; all give their speeds.
+        runs: the first one with drafters carries the conclusion and the comparison by set and slot; those of a server or
+            another dtype add their accepted lengths and gains, and all give their speeds.
         trainings: `metrics.json` contents; the first one is what the others are compared with.
         ours: the drafter that tables compare with all others, as called on the page; the longest accepted one by default.
         goals: gains to reach; judged by the first run, at its lowest temperature.
@@ -81,6 +82,10 @@ def build(
             blocks.append(Block("lead", missing))
         ours = ours if any(cell["method"] == ours for cell in main.drafters()) else main.ranked()[0]["method"]
         blocks += explanation(main, trainings) + accepted_lengths(main, styles, ours, goals)
+        for run in drafting[1:]:
+            # one that only took the time of the same decoding has nothing new to say about lengths
+            if run.is_served or run.summary["settings"].get("dtype") != main.summary["settings"].get("dtype"):
+                blocks += lengths_again(run, main, ours)
     for run in runs:
         if not run.is_crowded:
             blocks += speeds(run, styles, sum(not other.is_crowded for other in runs) > 1)
@@ -180,6 +185,26 @@ def accepted_lengths(run: Run, styles, ours: str, goals: list[Goal]) -> list[Blo
                 drawing=slots,
             ),
         ]
+    return blocks
+
+
+def lengths_again(run: Run, main: Run, ours: str) -> list[Block]:
+    """Accepted lengths and gains of a later run, beside which the first one's can be held."""
+    here, there = run.summary["settings"].get("dtype"), main.summary["settings"].get("dtype")
+    words = f"Drafters measured once more, {here or 'in the server dtype'}, on {run.device}{', in a server' if run.is_served else ''}."
+    if here == "float32" != there and any(cell["temperature"] == 0 for cell in run.drafters()):
+        words += (
+            f" In {there} greedy texts part where two tokens are nearly tied, and then drafters are compared on other texts; in float32 all decode the "
+            "same text to a prompt, so that gains in pairs are sharper."
+        )
+    blocks = [Block("h2", f"Accepted length in another run: {run.name}"), Block("p", words)]
+    for temperature in run.temperatures:
+        if run.drafters(temperature):
+            blocks.append(Block("p", f"Tokens per pass at temperature {temperature:g}:"))
+            blocks.append(Block("table", rows=table_lengths(run, temperature)))
+    compared = table_gains(run, ours)
+    if len(compared) > 1:
+        blocks += [Block("p", "Gain in accepted length, as above:"), Block("table", rows=compared)]
     return blocks
 
 

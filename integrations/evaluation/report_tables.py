@@ -223,8 +223,9 @@ def differences(reports: list[dict]) -> list[str]:
         plain, own = (not (part.get("injection") or part.get("refinement")) for part in (here, first))
         about = []
         if plain and not own:
-            # a drafter without either has no guidance to set
-            unlike = [k for k in unlike if k not in ("injection", "refinement", "refinement_guidance")]
+            # a drafter without either has no guidance and no rank to set
+            settings_of_both = ("injection", "refinement", "refinement_guidance", "transfer_rank")
+            unlike = [k for k in unlike if k not in settings_of_both]
             about = ["no injection, no refinement"]
         words.append(", ".join(about + [f"{k} = {here.get(k)}" for k in unlike]))
     return words
