@@ -157,7 +157,7 @@ def test_run_of_another_dtype_or_a_server_adds_its_lengths():
     titles = [i for i, block in enumerate(blocks) if block.text.startswith("Accepted length in another run")]
     assert [blocks[i].text.rpartition(": ")[2] for i in titles] == ["f", "s"]
     words, _, lengths = blocks[titles[0] + 1 : titles[0] + 4]
-    assert "float32 all decode the same text" in words.text
+    assert "all decode the same text" in words.text
     cell = next(c for c in float32["cells"] if c["method"] == "dspine" and c["temperature"] == 0)
     mean = cell["mean_of_sets"]["accepted_length"]
     assert next(row for row in lengths.rows if row[0] == "dspine")[2].startswith(f"{mean:.2f} (")
@@ -166,6 +166,26 @@ def test_run_of_another_dtype_or_a_server_adds_its_lengths():
     )
     share = next(g for g in float32["gains"] if g["method"] == "dspine" and g["temperature"] == 0)["accepted_length"]
     assert gains.rows[1][1].startswith(f"+{share:.1%}".replace("%", " %"))
+
+
+def test_words_on_losses_take_the_best_rival_of_every_temperature():
+    summary = made_up_summary()
+    others = [cell | {"method": "third"} for cell in summary["cells"] if cell["method"] == "dflash"]
+    over_dflash = [part for part in summary["gains"] if part["method"] == "dspine"]
+    # the third drafter is the nearer one at temperature 1 only
+    shifts = {0.0: 0.1, 1.0: -0.1}
+    closer = [
+        part | {"over": "third", "accepted_length": part["accepted_length"] + shifts[part["temperature"]]}
+        for part in over_dflash
+    ]
+    summary = summary | {"cells": summary["cells"] + others, "gains": summary["gains"] + closer}
+    goal = report.Goal("dspine", ("dflash", "third"), 9.0)
+    words = report.where_it_loses(report.Run("x", summary), "dspine", [goal])
+    assert [sentence.partition(":**")[0] for sentence in words] == [
+        "**dspine against dflash at temperature 0",
+        "**dspine against third at temperature 1",
+    ]
+    assert "below the goal of +900 %" in words[0] and "goal" not in words[1]
 
 
 def test_unequal_training_is_said():

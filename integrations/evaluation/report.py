@@ -194,8 +194,8 @@ def lengths_again(run: Run, main: Run, ours: str) -> list[Block]:
     words = f"Drafters measured once more, {here or 'in the server dtype'}, on {run.device}{', in a server' if run.is_served else ''}."
     if here == "float32" != there and any(cell["temperature"] == 0 for cell in run.drafters()):
         words += (
-            f" In {there} greedy texts part where two tokens are nearly tied, and then drafters are compared on other texts; in float32 all decode the "
-            "same text to a prompt, so that gains in pairs are sharper."
+            f" In {there} greedy texts part where two tokens are nearly tied, and then drafters are compared on other texts; in float32, but for "
+            "exact ties, all decode the same text to a prompt, so that gains in pairs are sharper."
         )
     blocks = [Block("h2", f"Accepted length in another run: {run.name}"), Block("p", words)]
     for temperature in run.temperatures:

@@ -300,34 +300,36 @@ def by_slot(ours: dict, other: dict) -> str:
 
 
 def where_it_loses(run: Run, ours: str, goals: list[Goal]) -> list[str]:
-    """By set and slot, against the nearest rival and the rivals of goals that are not met, at every temperature."""
+    """By set and slot, against the nearest rival and the nearest one of every goal that is not met, at every temperature."""
     judged = [(goal, part) for goal, part in goal_results(run, goals) if goal.ours == ours]
     missed = {part["over"]: goal.share for goal, part in judged if part["accepted_length"] < goal.share}
+    unmet = [goal.others for goal, part in judged if part["accepted_length"] < goal.share]
     sentences = []
     for temperature in run.temperatures:
         cells = {cell["method"]: cell for cell in run.ranked(temperature, run.main_block_size)}
         cell = cells.pop(ours, None)
-        nearest = [] if cell is None else [part["over"] for part in run.gains(cell)][:1]
-        for name in dict.fromkeys(name for name in [*nearest, *missed] if nearest and name in cells):
+        order = [] if cell is None else [part["over"] for part in run.gains(cell) if part["over"] in cells]
+        rivals = [next((name for name in order if name in others), None) for others in unmet]
+        for name in dict.fromkeys(name for name in [*order[:1], *rivals] if name is not None):
             shares = set_gains(run, cell, cells[name])
-            order = sorted(shares, key=shares.get)
-            if not order:
+            keys = sorted(shares, key=shares.get)
+            if not keys:
                 words = "not compared by set and slot, since each was measured on prompts that the other lacks."
                 sentences.append(f"**{ours} against {name} at temperature {temperature:g}:** {words}")
                 continue
-            said = {key: f"{SET_NAMES.get(key, key)} ({percent(shares[key])})" for key in order}
-            lost = [said[key] for key in order if shares[key] < 0]
+            said = {key: f"{SET_NAMES.get(key, key)} ({percent(shares[key])})" for key in keys}
+            lost = [said[key] for key in keys if shares[key] < 0]
             words = (
                 f"it is behind on {listed(lost)}"
                 if lost
-                else f"it is behind on no set and gains least on {said[order[0]]}"
+                else f"it is behind on no set and gains least on {said[keys[0]]}"
             )
             goal = missed.get(name) if temperature == run.lowest_temperature else None
-            below = [key for key in order if goal is not None and shares[key] < goal]
+            below = [key for key in keys if goal is not None and shares[key] < goal]
             if below:
-                which = "every set" if len(below) == len(order) else listed([SET_NAMES.get(key, key) for key in below])
+                which = "every set" if len(below) == len(keys) else listed([SET_NAMES.get(key, key) for key in below])
                 words += f", below the goal of {100 * goal:+g} % on {which}"
-            words += f"; it gains most on {said[order[-1]]}. {by_slot(cell, cells[name])}"
+            words += f"; it gains most on {said[keys[-1]]}. {by_slot(cell, cells[name])}"
             sentences.append(f"**{ours} against {name} at temperature {temperature:g}:** {words}")
     return sentences
 
