@@ -55,7 +55,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="*",
         default=["target", "prompt_lookup"],
         choices=["target", "prompt_lookup", "assisted"],
-        help="`assisted`: every drafter in Transformers' own DFlash loop too (Transformers 5.19 or later)",
+        help="`assisted`: drafters in Transformers' own DFlash loop too, but for peers with a head that it would leave out "
+        "(Transformers 5.19 or later)",
     )
     parser.add_argument("--lookup-tokens", type=int, default=10, help="tokens that prompt lookup proposes")
     parser.add_argument("--datasets", nargs="+", default=list(BENCHMARKS))

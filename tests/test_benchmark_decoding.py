@@ -6,11 +6,12 @@ import re
 import pytest
 import torch
 from tiny_checkpoints import THINKING_TEMPLATE, tiny_tokenizer
-from tiny_models import scripted_drafter, tiny_target
+from tiny_models import scripted_drafter, tiny_drafter, tiny_target
+from transformers.generation import candidate_generator
 
 from dspine.integrations.evaluation import decoding, prompts
 from dspine.integrations.evaluation.prompts import Prompt
-from dspine.modeling_dspine import generation_dspine
+from dspine.modeling_dspine import DSpineModel, generation_dspine
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------------------
@@ -142,6 +143,20 @@ def test_all_ways_are_timed_with_the_same_attention(pair, monkeypatch):
             seen.clear()
             way()
             assert seen[0] is False and seen[-1] is True and set(seen[1:-1]) == {"pass"}
+
+
+def test_drafter_with_a_head_of_its_own_is_not_for_transformers_loop(pair):
+    class Peer(DSpineModel):
+        def propose(self, *_, **__):
+            raise AssertionError("never asked")
+
+    target, drafter, asked = pair
+    assert decoding.drafts_in_transformers_loop(tiny_drafter(target))
+    peer = Peer(drafter.config)
+    assert not decoding.drafts_in_transformers_loop(peer)
+    expected = "5.19 or later" if not hasattr(candidate_generator, "DFlashTokenCandidateGenerator") else "got Peer"
+    with pytest.raises((RuntimeError, ValueError), match=expected):
+        decoding.decode_in_transformers_loop(target, peer, asked, 4)
 
 
 def test_lookup_counts_passes(pair):

@@ -14,6 +14,7 @@ from tiny_checkpoints import save_pair
 from dspine.integrations.evaluation import results
 from dspine.integrations.evaluation.prompts import Prompt
 from dspine.integrations.evaluation.serving import Server
+from dspine.modeling_dspine import DSpineModel
 
 
 # ---- servers --------------------------------------------------------------------------------------------------------------------
@@ -183,6 +184,19 @@ def test_same_drafter_in_transformers_loop(benchmark, folders, tmp_path):
     theirs = cells["dspine in Transformers' loop"]
     assert theirs["kind"] == "assisted" and theirs["exactness"] == cells["dspine"]["exactness"]
     assert set(cells["dspine"]["speed_up"]) == {"target", "assisted"}
+
+
+def test_peers_with_a_head_are_left_out_of_transformers_loop(benchmark, folders, tmp_path, monkeypatch):
+    import benchmarking.transformers_run as backend
+
+    class Peer(DSpineModel):
+        def propose(self, *args, **kwargs):
+            return super().propose(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "check_transformers_loop", lambda: None)
+    monkeypatch.setattr(backend, "load", lambda folder, dtype: Peer.from_pretrained(folder, dtype=dtype))
+    cells = benchmark.main(command(folders, tmp_path, "--baselines", "assisted"))["cells"]
+    assert [cell["method"] for cell in cells] == ["dspine"]
 
 
 def units(work, lengths, temperatures=(0.0, 1.0), drafters=2, size=3):

@@ -23,7 +23,7 @@ from dspine.integrations.evaluation import (
     decode_prompt_lookup,
     decode_with_drafter,
 )
-from dspine.integrations.evaluation.decoding import check_transformers_loop
+from dspine.integrations.evaluation.decoding import check_transformers_loop, drafts_in_transformers_loop
 from dspine.integrations.evaluation.results import assisted_name, fingerprint
 from dspine.modeling_dspine import DSpineModel
 
@@ -86,7 +86,7 @@ class TransformersRun:
                         "fingerprint": self.drafters[name]["fingerprint"],
                     }
                 )
-            if "assisted" in args.baselines:
+            if "assisted" in args.baselines and drafts_in_transformers_loop(drafter):
                 part = {"kind": "assisted", "block_size": trained, "fingerprint": self.drafters[name]["fingerprint"]}
                 self.methods.append({"method": assisted_name(name), "drafter": name} | part)
         if not self.methods:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dspine.modeling_dspine import DSpineModel
 from dspine.modeling_dspine.generation_dspine import without_attention_plans
 
 
@@ -191,6 +192,12 @@ def check_transformers_loop() -> None:
         )
 
 
+def drafts_in_transformers_loop(drafter) -> bool:
+    """Whether Transformers' loop drafts as the drafter's own: it takes each slot's best token and never asks `propose`, where peers have
+    their heads."""
+    return type(drafter).propose is DSpineModel.propose
+
+
 def decode_in_transformers_loop(
     target, drafter, prompts, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> list[Decoded]:
@@ -199,8 +206,13 @@ def decode_in_transformers_loop(
 
     Raises:
         RuntimeError: this release of Transformers has no such loop.
+        ValueError: the drafter chooses tokens in a way of its own, which that loop would leave out.
     """
     check_transformers_loop()
+    if not drafts_in_transformers_loop(drafter):
+        raise ValueError(
+            f"drafter must choose its tokens as DSpineModel does, since Transformers' loop never asks `propose`, got {type(drafter).__name__}"
+        )
     drafter.bind_target(target)
     assistance = {"assistant_model": drafter, "speculation_type": "dflash"}
     return _decode_assisted(target, prompts, max_new_tokens, temperature, seed, **assistance)

@@ -224,8 +224,8 @@ def differences(reports: list[dict]) -> list[str]:
         about = []
         if plain and not own:
             # a drafter without either has no guidance and no rank to set
-            settings_of_both = ("injection", "refinement", "refinement_guidance", "transfer_rank")
-            unlike = [k for k in unlike if k not in settings_of_both]
+            linking = ("injection", "refinement", "refinement_guidance", "transfer_rank")
+            unlike = [k for k in unlike if k not in linking]
             about = ["no injection, no refinement"]
         words.append(", ".join(about + [f"{k} = {here.get(k)}" for k in unlike]))
     return words

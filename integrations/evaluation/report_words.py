@@ -302,14 +302,14 @@ def by_slot(ours: dict, other: dict) -> str:
 def where_it_loses(run: Run, ours: str, goals: list[Goal]) -> list[str]:
     """By set and slot, against the nearest rival and the nearest one of every goal that is not met, at every temperature."""
     judged = [(goal, part) for goal, part in goal_results(run, goals) if goal.ours == ours]
-    missed = {part["over"]: goal.share for goal, part in judged if part["accepted_length"] < goal.share}
-    unmet = [goal.others for goal, part in judged if part["accepted_length"] < goal.share]
+    missed = [(goal, part["over"]) for goal, part in judged if part["accepted_length"] < goal.share]
+    shares_to_reach = {rival: goal.share for goal, rival in missed}
     sentences = []
     for temperature in run.temperatures:
         cells = {cell["method"]: cell for cell in run.ranked(temperature, run.main_block_size)}
         cell = cells.pop(ours, None)
         order = [] if cell is None else [part["over"] for part in run.gains(cell) if part["over"] in cells]
-        rivals = [next((name for name in order if name in others), None) for others in unmet]
+        rivals = [next((name for name in order if name in goal.others), None) for goal, _ in missed]
         for name in dict.fromkeys(name for name in [*order[:1], *rivals] if name is not None):
             shares = set_gains(run, cell, cells[name])
             keys = sorted(shares, key=shares.get)
@@ -324,7 +324,7 @@ def where_it_loses(run: Run, ours: str, goals: list[Goal]) -> list[str]:
                 if lost
                 else f"it is behind on no set and gains least on {said[keys[0]]}"
             )
-            goal = missed.get(name) if temperature == run.lowest_temperature else None
+            goal = shares_to_reach.get(name) if temperature == run.lowest_temperature else None
             below = [key for key in keys if goal is not None and shares[key] < goal]
             if below:
                 which = "every set" if len(below) == len(keys) else listed([SET_NAMES.get(key, key) for key in below])
